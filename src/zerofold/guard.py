@@ -1,0 +1,75 @@
+"""What a parameter wears while its memory is away or on its way.
+
+Reading a freed storage crashes the process, and reading one that is being refilled gives old numbers. So for that
+time the Parameter's class is swapped for one that lets metadata pass, waits for data on its way, and raises for
+data that is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# fmt: off
+_METADATA_ATTRIBUTES = (
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "is_leaf", "grad_fn", "output_nr", "_version",
+    "is_sparse", "is_cuda", "is_cpu", "is_meta", "is_quantized", "is_nested", "retains_grad", "_backward_hooks",
+)
+_METADATA_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
+    "is_floating_point", "is_complex", "get_device", "requires_grad_", "register_hook",
+    "register_post_accumulate_grad_hook", "untyped_storage", "__len__", "__hash__",
+)
+# fmt: on
+
+
+def _metadata() -> frozenset[Any]:
+    getters = [getattr(torch.Tensor, name) for name in _METADATA_ATTRIBUTES]
+    accessors = [access for getter in getters for access in (getter.__get__, getattr(getter, "__set__", None))]
+    deleter = getattr(torch.Tensor.grad, "__delete__", None)
+    methods = [getattr(torch.Tensor, name) for name in _METADATA_METHODS]
+    return frozenset([*accessors, deleter, *methods]) - {None}
+
+
+class GuardedParameter(nn.Parameter):
+    """A Parameter whose data must be asked for. `guard` puts it on, `unguard` takes it off."""
+
+    _arrive: Callable[[], None]
+    _plain_class: type
+    _metadata = _metadata()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in cls._metadata:
+            for value in (*args, *(kwargs or {}).values()):
+                _arrive_all(value)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, data away from this rank)"
+
+
+def guard(parameter: Tensor, arrive: Callable[[], None]) -> None:
+    """From now on, touching the data calls `arrive` first; it unguards the parameter or raises."""
+    if not isinstance(parameter, GuardedParameter):
+        plain_class = type(parameter)
+        parameter.__class__ = GuardedParameter
+        parameter._plain_class = plain_class  # type: ignore[attr-defined]
+    parameter._arrive = arrive  # type: ignore[attr-defined]
+
+
+def unguard(parameter: Tensor) -> None:
+    if isinstance(parameter, GuardedParameter):
+        parameter.__class__ = parameter._plain_class
+
+
+def _arrive_all(value: Any) -> None:
+    if isinstance(value, GuardedParameter):
+        value._arrive()
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _arrive_all(item)

@@ -1,0 +1,50 @@
+"""Fused communication buffers of a constant size, whatever the model's size (C_b of ZeRO-R)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class BufferPool:
+    """Hands out flat buffers of at most `nbytes` each and takes them back; memory grows to what is in use at once.
+
+    >>> pool = BufferPool(1024)
+    >>> buffer = pool.take(100, torch.float32, torch.device("cpu"))
+    >>> pool.give(buffer); pool.take(100, torch.float32, torch.device("cpu")) is buffer
+    True
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer_nbytes = nbytes
+        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._all: list[Tensor] = []
+
+    def capacity(self, dtype: torch.dtype) -> int:
+        """Elements of `dtype` that one buffer holds."""
+        return max(1, self.buffer_nbytes // dtype.itemsize)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer with room for at least `numel` elements; the caller slices what it needs."""
+        free = self._free.setdefault((dtype, device), [])
+        for index, buffer in enumerate(free):
+            if buffer.numel() >= numel:
+                return free.pop(index)
+        if free:  # too small: replace it, so that the number of buffers stays what is in use at once
+            small = free.pop()
+            self._all = [kept for kept in self._all if kept is not small]
+            del small
+        buffer = torch.empty(numel, dtype=dtype, device=device)
+        self._all.append(buffer)
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        self._free[buffer.dtype, buffer.device].append(buffer)
+
+    def clear(self) -> None:
+        self._free.clear()
+        self._all.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._all)

@@ -1,0 +1,216 @@
+"""ShardedParameter: the global shape in front, this rank's flat piece behind.
+
+Elementwise arithmetic (single, foreach and fused) runs on the pieces, so any elementwise optimizer works on it
+unchanged. Whatever needs the whole tensor raises an error that names `zf.full`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerofold.comm import Comm
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSpec:
+    """How one parameter is cut: shared by the parameter, its gradient and its optimizer states."""
+
+    name: str
+    shape: torch.Size
+    ranges: tuple[tuple[int, int], ...]  # of the flattened parameter, one per rank, in order, some empty
+    comm: Comm
+
+    @property
+    def own(self) -> tuple[int, int]:
+        return self.ranges[self.comm.rank]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's piece of a whole tensor, as a view where the memory allows it."""
+        return whole.detach().reshape(-1)[slice(*self.own)]
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of which this rank holds one flat range. Made by zerofold and by ops on other sharded tensors."""
+
+    _local: Tensor
+    _spec: ShardSpec
+
+    @staticmethod
+    def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardedTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        made._local, made._spec = local.detach(), spec
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's piece: 1-D, possibly empty, sharing memory with the model's state."""
+        return self._local
+
+    @property
+    def spec(self) -> ShardSpec:
+        return self._spec
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _run_on_pieces(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        start, stop = self._spec.own
+        return (
+            f"{type(self).__name__}('{self._spec.name}', shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"this rank holds elements {start}:{stop})"
+        )
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on every rank; all ranks must call it (the same as `zf.full`)."""
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        flat, comm = whole.view(-1), self._spec.comm
+        flat[slice(*self._spec.own)] = self._local
+        owners = [(rank, held) for rank, held in enumerate(self._spec.ranges) if held[1] > held[0]]
+        handles = [comm.broadcast(flat[slice(*held)], rank, unit=self._spec.name) for rank, held in owners]
+        for handle in handles:
+            handle.wait()
+        return whole
+
+
+class ShardedParameter(ShardedTensor):
+    """What a module and an optimizer hold for a parameter whose owner state is cut.
+
+    >>> import torch, zerofold as zf
+    >>> model = zf.shard(torch.nn.Linear(64, 64), stage=3)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model(torch.ones(2, 64)).sum().backward(); optimizer.step()
+    >>> tuple(zf.full(model.weight).shape)
+    (64, 64)
+    >>> zf.close(model)
+    """
+
+    _is_param = True  # what nn.Parameter's instance check looks for, as for every custom parameter tensor
+
+
+class _Kind(Enum):
+    ELEMENTWISE = "elementwise"
+    LISTS = "foreach or fused"
+    SAME_DATA = "another name for the same data"
+    REFUSED = "needs the whole tensor"
+
+
+class _Rule(NamedTuple):
+    kind: _Kind
+    written: tuple[int | str, ...]  # positions or names of the arguments it changes
+    returns_written: bool
+
+
+# Elementwise in effect though torch does not tag them so.
+_ALSO_ELEMENTWISE = frozenset(
+    {"clone", "copy_", "zero_", "fill_", "zeros_like", "ones_like", "empty_like", "full_like", "_to_copy"}
+    | {"index_put_", "masked_fill_", "masked_fill"}
+)
+
+
+@cache
+def _rule(func: Any) -> _Rule:
+    schema = func._schema
+    name = schema.name.split("::")[1]
+    written = tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    if name in ("detach", "alias"):
+        kind = _Kind.SAME_DATA
+    elif name.startswith(("_foreach_", "_fused_")) and name != "_foreach_norm":
+        kind = _Kind.LISTS
+    elif name in _ALSO_ELEMENTWISE or torch.Tag.pointwise in func.tags:
+        kind = _Kind.ELEMENTWISE
+    else:
+        kind = _Kind.REFUSED
+    return _Rule(kind, written, bool(written) and len(schema.returns) > 0)
+
+
+def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rule = _rule(func)
+    first = next(_sharded_in(args, kwargs))
+    if rule.kind is _Kind.REFUSED:
+        raise RuntimeError(_refusal(func, first))
+    if rule.kind is _Kind.SAME_DATA:
+        return ShardedTensor(first._local, first._spec)
+    local_args, local_kwargs = args, kwargs
+    if rule.kind is _Kind.LISTS:
+        local_args = tuple(_local_list(value) for value in args)
+        local_kwargs = {key: _local_list(value) for key, value in kwargs.items()}
+    else:
+        piece_of = _piece_getter(func, first._spec)
+        local_args = tuple(piece_of(value) for value in args)
+        local_kwargs = {key: piece_of(value) for key, value in kwargs.items()}
+    result = func(*local_args, **local_kwargs)
+    for place in rule.written:  # inner tensors do not count changes made below autograd by themselves
+        changed = kwargs.get(place) if isinstance(place, str) else args[place]
+        for tensor in changed if isinstance(changed, (list, tuple)) else (changed,):
+            if isinstance(tensor, ShardedTensor):
+                torch.autograd.graph.increment_version(tensor._local)
+    if rule.written:
+        place = rule.written[0]
+        return (kwargs[place] if isinstance(place, str) else args[place]) if rule.returns_written else None
+    if rule.kind is _Kind.LISTS:
+        return [ShardedTensor(piece, like._spec) for piece, like in zip(result, args[0], strict=True)]
+    return ShardedTensor(result, first._spec) if isinstance(result, Tensor) else result
+
+
+def _local_list(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [item._local if isinstance(item, ShardedTensor) else item for item in value]
+    return value._local if isinstance(value, ShardedTensor) else value
+
+
+def _piece_getter(func: Any, spec: ShardSpec) -> Callable[[Any], Any]:
+    def piece_of(value: Any) -> Any:
+        if isinstance(value, ShardedTensor):
+            if value._spec is not spec and value._spec.ranges != spec.ranges:
+                raise RuntimeError(
+                    f"{func}: '{spec.name}' and '{value._spec.name}' are cut differently; take zf.full of both first"
+                )
+            return value._local
+        if isinstance(value, Tensor) and value.dim() > 0:
+            if value.shape != spec.shape:
+                raise RuntimeError(
+                    f"{func}: '{spec.name}' has shape {tuple(spec.shape)} and is cut over ranks, the other tensor has "
+                    f"shape {tuple(value.shape)}; broadcasting needs the whole: use zf.full"
+                )
+            return spec.cut(value)  # a whole tensor meets a cut one: each rank takes its own range of it
+        if isinstance(value, (list, tuple)):
+            return type(value)(piece_of(item) for item in value)
+        return value
+
+    return piece_of
+
+
+def _sharded_in(args: Any, kwargs: Any) -> Iterator[ShardedTensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, ShardedTensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _sharded_in(value, {})
+
+
+def _refusal(func: Any, tensor: ShardedTensor) -> str:
+    name, spec = func._schema.name.split("::")[1], tensor._spec
+    fix = "read it with zf.full(p) or inside `with zf.full_params(model)`"
+    if "norm" in name:
+        fix = "for gradient clipping call zf.clip_grad_norm_(model, max_norm), otherwise use zf.full(p)"
+    return f"{name} needs all of '{spec.name}' {tuple(spec.shape)}, but this rank holds elements {spec.own}: {fix}"
