@@ -1,0 +1,163 @@
+"""Whole tensors of a sharded model: to read, to change, to inspect; and the small calls around a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerofold.engine import Engine
+from zerofold.observe.ledger import Ledger
+from zerofold.optim.clip import clip_grad_norm
+from zerofold.sharded import ShardedTensor
+from zerofold.unit import Slab
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a parameter, gradient or optimizer state, as an ordinary tensor on every rank.
+
+    All ranks must call it for a sharded tensor. Any other tensor comes back as a detached copy.
+
+    >>> import torch, zerofold as zf
+    >>> model = zf.shard(torch.nn.Linear(64, 32), stage=3)
+    >>> zf.full(model.weight).shape
+    torch.Size([32, 64])
+    >>> zf.close(model)
+    """
+    return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor.detach().clone()
+
+
+def full_grad(parameter: Tensor) -> Tensor | None:
+    """The whole reduced gradient of a parameter on every rank, or None; all ranks must call it.
+
+    >>> import torch, zerofold as zf
+    >>> model = zf.shard(torch.nn.Linear(64, 32, bias=False), stage=3)
+    >>> model(torch.ones(1, 64)).sum().backward()
+    >>> zf.full_grad(model.weight).sum().item()
+    2048.0
+    >>> zf.close(model)
+    """
+    return None if parameter.grad is None else full(parameter.grad)
+
+
+@contextmanager
+def full_params(model: nn.Module, *, from_rank: int | None = None) -> Iterator[None]:
+    """Inside, the module holds whole ordinary parameters, to read, to change in place, or to run many forwards.
+
+    Changes are kept. Every rank must make the same ones; or one rank makes them and `from_rank` names it. All ranks
+    must enter.
+
+    >>> import torch, zerofold as zf
+    >>> model = zf.shard(torch.nn.Linear(64, 32), stage=3)
+    >>> with zf.full_params(model), torch.no_grad():
+    ...     _ = model.bias.fill_(1.0)
+    >>> zf.full(model.bias).sum().item()
+    32.0
+    >>> zf.close(model)
+    """
+    engine = Engine.of(model)
+    engine.schedule.hold_all()
+    versions = {id(p): p._version for slab in engine.slabs() for p in slab.parameters}
+    try:
+        yield
+        if from_rank is not None:
+            for slab in engine.slabs():
+                engine.groups.gather.broadcast(slab.storage.tensor, from_rank, unit="full_params").wait()
+        _write_back(engine, versions, checked=from_rank is None)
+    finally:
+        engine.schedule.let_go()
+
+
+def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> None:
+    names: list[str] = []
+    marks: list[float] = []
+    for slab in engine.slabs():
+        for index, entry in enumerate(slab.entries):
+            names.append(entry.name)
+            touched = entry.parameter._version != versions[id(entry.parameter)] or _differs_from_shard(slab, index)
+            marks.append(float(touched))
+    changed = torch.tensor(marks, dtype=torch.float64)
+    engine.groups.control.all_reduce(changed, unit="full_params", op=dist.ReduceOp.MAX).wait()
+    if checked and changed.any():
+        whole = [slab.view(index) for slab in engine.slabs() for index in range(len(slab.entries))]
+        _check_equal_on_all_ranks(engine, [(n, t) for n, t, c in zip(names, whole, changed, strict=True) if c])
+    for slab in engine.slabs():
+        if slab.has_own_shard:
+            for index, piece in enumerate(slab.layout.pieces(slab.comm.rank)):
+                if piece.size and _differs_from_shard(slab, index):
+                    own = slab.view(index).view(-1)[piece.start : piece.stop]
+                    slab.shard[piece.shard_start : piece.shard_stop] = own
+
+
+def _differs_from_shard(slab: Slab, index: int) -> bool:
+    piece = slab.layout.pieces(slab.comm.rank)[index]
+    own = slab.view(index).view(-1)[piece.start : piece.stop]
+    return slab.has_own_shard and not torch.equal(own, slab.shard[piece.shard_start : piece.shard_stop])
+
+
+def _check_equal_on_all_ranks(engine: Engine, tensors: list[tuple[str, Tensor]]) -> None:
+    """Compares sums of bit patterns, which any difference in a value changes but for a rare coincidence."""
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [t.detach().view(words[t.element_size()]).sum(dtype=torch.int64).cpu() for _, t in tensors]
+    both = torch.stack([*sums, *(-each for each in sums)])
+    engine.groups.control.all_reduce(both, unit="full_params", op=dist.ReduceOp.MAX).wait()
+    largest, smallest = both.chunk(2)
+    for (name, _), high, low in zip(tensors, largest.tolist(), smallest.tolist(), strict=True):
+        if high != -low:
+            raise ValueError(
+                f"the ranks wrote different values into '{name}' inside full_params; make the same change on every "
+                "rank, or pass from_rank=0 to take one rank's"
+            )
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, backward adds up gradients on this rank without communication; the next backward outside reduces all.
+
+    Parameters that are cut are still gathered for use.
+
+    >>> import torch, zerofold as zf
+    >>> model = zf.shard(torch.nn.Linear(64, 64), stage=2)
+    >>> with zf.no_sync(model):
+    ...     model(torch.ones(2, 64)).sum().backward()
+    >>> model(torch.ones(2, 64)).sum().backward()
+    >>> zf.close(model)
+    """
+    reductions = Engine.of(model).reductions
+    before, reductions.suspended = reductions.suspended, True
+    try:
+        yield
+    finally:
+        reductions.suspended = before
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Clips all gradients of the model by their total norm over all ranks; returns the norm before clipping.
+
+    Equal to torch.nn.utils.clip_grad_norm_ on one process. All ranks must call it.
+
+    >>> import torch, zerofold as zf
+    >>> model = zf.shard(torch.nn.Linear(64, 64, bias=False), stage=3)
+    >>> model(torch.ones(1, 64)).sum().backward()
+    >>> zf.clip_grad_norm_(model, 1.0).item()
+    64.0
+    >>> zf.close(model)
+    """
+    engine = Engine.of(model)
+    engine.reductions.flush()
+    return clip_grad_norm(engine, max_norm, norm_type)
+
+
+def ledger(model: nn.Module) -> Ledger:
+    """The books of a sharded model.
+
+    >>> import torch, zerofold as zf
+    >>> model = zf.shard(torch.nn.Linear(64, 64, bias=False), stage=3)
+    >>> zf.ledger(model).snapshot()["state_bytes"]["parameters"]
+    16384
+    >>> zf.close(model)
+    """
+    return Ledger(Engine.of(model))

@@ -1,0 +1,206 @@
+"""A slab's gradients, from autograd's hands to where the optimizer finds them: one class per placement.
+
+Both answer the same events: `before_accumulate` and `arrived` come from autograd for one parameter; `launch` starts
+the reduction; `settle` shows the result, for the parameters that had a gradient on any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zerofold.layout import FlatLayout
+from zerofold.reduce import Reducer
+from zerofold.sharded import ShardedParameter, ShardedTensor
+
+
+class Gradients(Protocol):
+    """What the schedule asks of a slab's gradients."""
+
+    arrived_since_reduce: set[int]
+
+    def before_accumulate(self, index: int) -> None: ...
+    def arrived(self, index: int) -> None: ...
+    def forget_cleared(self) -> None: ...
+    def launch(self, reducer: Reducer, unit: str) -> None: ...
+    def settle(self, present: Sequence[bool]) -> None: ...
+    def keep_partial(self) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class WholeGradients:
+    """Every rank ends with the whole mean gradient: `p.grad` is a view of one flat tensor, reduced in place.
+
+    A second backward adds to the mean. Averaging that sum again leaves the first mean as it was, for it is the
+    same on all ranks; DistributedDataParallel does the same.
+    """
+
+    def __init__(self, parameters: list[Tensor], layout: FlatLayout) -> None:
+        self.parameters, self.layout = parameters, layout
+        self.arrived_since_reduce: set[int] = set()
+        self._flat: Tensor | None = None
+
+    def before_accumulate(self, index: int) -> None:
+        pass
+
+    def arrived(self, index: int) -> None:
+        self.arrived_since_reduce.add(index)
+
+    def forget_cleared(self) -> None:
+        self.arrived_since_reduce = {i for i in self.arrived_since_reduce if self.parameters[i].grad is not None}
+
+    def launch(self, reducer: Reducer, unit: str) -> None:
+        self.arrived_since_reduce.clear()
+        if reducer.comm.size == 1:
+            return  # what autograd left in p.grad is the mean
+        flat = self._storage()
+        for index, parameter in enumerate(self.parameters):
+            view = self._view(flat, index)
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                torch.mul(parameter.grad, 1 / reducer.comm.size, out=view)
+                parameter.grad = view
+        reducer.all_reduce(flat, unit=unit)
+
+    def settle(self, present: Sequence[bool]) -> None:
+        for index, parameter in enumerate(self.parameters):
+            if present[index] and parameter.grad is None:  # only other ranks had one
+                parameter.grad = self._view(self._storage(), index)
+
+    def keep_partial(self) -> None:
+        pass  # p.grad holds the local sum, as in DistributedDataParallel under no_sync
+
+    def _storage(self) -> Tensor:
+        if self._flat is None:
+            like = self.parameters[0]
+            self._flat = torch.zeros(self.layout.size, dtype=like.dtype, device=like.device)
+        return self._flat
+
+    def _view(self, flat: Tensor, index: int) -> Tensor:
+        start = self.layout.offsets[index]
+        return flat[start : start + self.layout.numels[index]].view(self.parameters[index].shape)
+
+    @property
+    def nbytes(self) -> int:
+        flat = self._flat
+        inside = 0 if flat is None else flat.nbytes
+        loose = [p.grad for p in self.parameters if p.grad is not None]
+        storage = None if flat is None else flat.untyped_storage().data_ptr()
+        return inside + sum(grad.nbytes for grad in loose if grad.untyped_storage().data_ptr() != storage)
+
+
+class CutGradients:
+    """Each rank ends with its own range of the mean gradient, shown as `.grad` of the sharded faces.
+
+    Local gradients are taken from `p.grad` as they arrive and dropped once reduced, so nothing counts twice. Where
+    the module keeps whole parameters, `p.grad` shows the sharded gradient too: then `model.zero_grad()` is noticed,
+    and torch's own clipping says what to call instead of finding nothing.
+    """
+
+    def __init__(
+        self, parameters: list[Tensor], faces: list[ShardedParameter], layout: FlatLayout, *, module_keeps_whole: bool
+    ) -> None:
+        self.parameters, self.faces, self.layout = parameters, faces, layout
+        self.arrived_since_reduce: set[int] = set()
+        self._shown_on_parameter = module_keeps_whole
+        self._local: list[Tensor | None] = [None] * len(parameters)
+        self._shown: list[ShardedTensor | None] = [None] * len(parameters)
+        self._holds_value = [False] * len(parameters)  # the shard's piece holds a gradient: add, do not overwrite
+        self._taken: set[int] = set()  # p.grad is None because we took it, not because the user cleared it
+        self._flat: Tensor | None = None
+
+    def before_accumulate(self, index: int) -> None:
+        self._notice_clearing(index)
+        # With nothing to add to, autograd hands over the fresh tensor itself instead of copying it.
+        self.parameters[index].grad = None
+        self._taken.add(index)
+
+    def arrived(self, index: int) -> None:
+        gradient = self.parameters[index].grad
+        assert gradient is not None
+        self.parameters[index].grad = None
+        earlier = self._local[index]
+        flat = gradient.detach().reshape(-1)
+        self._local[index] = flat if earlier is None else earlier.add_(flat)
+        self.arrived_since_reduce.add(index)
+
+    def forget_cleared(self) -> None:
+        for index in range(len(self.parameters)):
+            self._notice_clearing(index)
+
+    def launch(self, reducer: Reducer, unit: str) -> None:
+        self.forget_cleared()
+        self.arrived_since_reduce.clear()
+        local, self._local = self._local, [None] * len(self.parameters)
+        if reducer.comm.size == 1:
+            self._adopt(local)
+            return
+        reducer.to_owners(local, self.layout, self._storage(), tuple(self._holds_value), unit=unit)
+        # Zeros where no rank had one. A second reduction in the same backward must add to this one.
+        self._holds_value = [True] * len(self.parameters)
+
+    def settle(self, present: Sequence[bool]) -> None:
+        for index in range(len(self.parameters)):
+            if present[index]:
+                self._show(index)
+
+    def keep_partial(self) -> None:
+        """Backward ended without a reduction: show that there is a gradient, so that clearing it is noticed."""
+        for index, local in enumerate(self._local):
+            if local is not None:
+                if not self._holds_value[index]:
+                    self._piece(index).zero_()
+                    self._holds_value[index] = True
+                self._show(index)
+
+    def _notice_clearing(self, index: int) -> None:
+        shown = self._shown[index]
+        if shown is None:
+            return
+        watched = self._shown_on_parameter and index not in self._taken
+        if self.faces[index].grad is None or (watched and self.parameters[index].grad is None):
+            self._local[index] = self._shown[index] = None
+            self._holds_value[index] = False
+            self.faces[index].grad = None
+            self.arrived_since_reduce.discard(index)
+
+    def _show(self, index: int) -> None:
+        if self._shown[index] is None:
+            self._shown[index] = ShardedTensor(self._piece(index), self.faces[index].spec)
+        self.faces[index].grad = self._shown[index]
+        self._taken.discard(index)
+        if self._shown_on_parameter:
+            self.parameters[index].grad = self._shown[index]
+
+    def _adopt(self, local: list[Tensor | None]) -> None:
+        """Alone, the local gradient is the mean and becomes the piece itself: no copy."""
+        for index, gradient in enumerate(local):
+            shown = self._shown[index]
+            if gradient is not None and shown is not None:
+                shown.local.add_(gradient)
+            elif gradient is not None:
+                self._shown[index] = ShardedTensor(gradient, self.faces[index].spec)
+                self._show(index)
+
+    def _piece(self, index: int) -> Tensor:
+        piece = self.layout.pieces(self.faces[index].spec.comm.rank)[index]
+        return self._storage()[piece.shard_start : piece.shard_stop]
+
+    def _storage(self) -> Tensor:
+        if self._flat is None:
+            like = self.faces[0]
+            self._flat = torch.zeros(self.layout.shard_size, dtype=like.dtype, device=like.device)
+        return self._flat
+
+    @property
+    def nbytes(self) -> int:
+        flat = self._flat
+        local = sum(gradient.nbytes for gradient in self._local if gradient is not None)
+        if flat is not None:
+            return flat.nbytes + local
+        return local + sum(shown.local.nbytes for shown in self._shown if shown is not None)

@@ -1,0 +1,61 @@
+"""What each state costs on this rank, and what has been sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from zerofold.engine import Engine
+from zerofold.sharded import ShardedTensor
+
+
+class Ledger:
+    """Reads the books of one model; it holds none itself."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def snapshot(self) -> dict[str, Any]:
+        """psi; state_bytes by state, as held right now; comm_bytes by operation and comm_elements since the start.
+
+        `temporary_bytes` are no states: gathered parameters not owned here, and fused and cached buffers.
+        """
+        engine = self._engine
+        return {
+            "psi": engine.psi,
+            "state_bytes": {
+                "parameters": sum(
+                    slab.shard.nbytes if slab.has_own_shard else slab.storage.nbytes for slab in engine.slabs()
+                ),
+                "gradients": sum(slab.gradients.nbytes for slab in engine.slabs() if slab.gradients is not None),
+                "optimizer": sum(_nbytes(value) for value in self._optimizer_tensors()),
+            },
+            "temporary_bytes": {
+                "gathered": sum(slab.storage.nbytes for slab in engine.slabs() if slab.has_own_shard),
+                "cached": engine.cache.nbytes,
+                "buffers": engine.pool.nbytes,
+            },
+            "peak_live_bytes": engine.schedule.peak_live_bytes,
+            "comm_bytes": engine.traffic.bytes_by_operation(),
+            "comm_elements": round(sum(engine.traffic.elements.values())),
+        }
+
+    def by_unit(self) -> dict[str, dict[str, int]]:
+        """Bytes sent, by unit and operation."""
+        table: dict[str, dict[str, int]] = {}
+        for (operation, unit), sent in self._engine.traffic.bytes.items():
+            table.setdefault(unit, {})[operation] = round(sent)
+        return table
+
+    def last_calls(self) -> list[str]:
+        """The last collectives this rank started, oldest first."""
+        return [str(call) for call in self._engine.traffic.calls]
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        states = [state for optimizer in self._engine.optimizers for state in optimizer.state.values()]
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.local.nbytes if isinstance(tensor, ShardedTensor) else tensor.nbytes

@@ -1,0 +1,1 @@
+"""The sharded step: any elementwise torch optimizer on pieces, and clipping."""

@@ -1,0 +1,110 @@
+"""Puts an existing optimizer onto this rank's pieces: the same object, with its groups, schedule and state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofold.engine import Engine
+from zerofold.optim.clip import clip_grad_norm
+from zerofold.optim.probe import why_not_elementwise
+from zerofold.sharded import ShardedParameter, ShardedTensor
+
+
+def check_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+    """Raises with the name and the fix when this optimizer cannot train this model."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip={clip} must be a positive norm; leave it out for no clipping")
+    kind = type(optimizer).__name__
+    if optimizer in engine.optimizers:
+        raise ValueError(f"this {kind} is already attached to the model")
+    faces = engine.faces()
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for position, parameter in enumerate(held):
+        if id(parameter) not in faces and parameter.numel():
+            raise ValueError(
+                f"{kind}: parameter {position} of shape {tuple(parameter.shape)} is not one of the model's; build the "
+                "optimizer from this model's parameters"
+            )
+    covered = {id(faces[id(p)][1]) for p in held if id(p) in faces}
+    covered |= {id(p) for other in engine.optimizers for group in other.param_groups for p in group["params"]}
+    missing = [name for name, face in engine.trainable_faces() if id(face) not in covered]
+    if missing:
+        raise ValueError(
+            f"{kind} misses {len(missing)} trainable parameter(s), first '{missing[0]}': add them to a parameter "
+            "group, or freeze them with requires_grad_(False) before zerofold sees the model"
+        )
+    if engine.row.optimizer.is_cut:
+        reason = why_not_elementwise(optimizer)
+        if reason is not None:
+            raise ValueError(
+                f"{kind} does not work element by element ({reason}), so it cannot train on even pieces; it needs the "
+                "whole-parameter cut (cut='whole'), or stage 0, where every rank holds whole parameters"
+            )
+
+
+def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+    faces = engine.faces()
+    for group in optimizer.param_groups:
+        before = group["params"]
+        group["params"] = [faces[id(p)][1] if id(p) in faces else p for p in before]
+        for old, new in zip(before, group["params"], strict=True):
+            if old is not new and old in optimizer.state:
+                optimizer.state[new] = _cut_state(optimizer.state.pop(old), new)
+        _keep_many_tensor_kernels(group)
+    engine.optimizers.append(optimizer)
+
+    def finish_gradients() -> None:
+        engine.reductions.before_step()
+        if clip is not None:
+            clip_grad_norm(engine, clip)
+
+    def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[0] if args and callable(args[0]) else None)
+        if closure is None:
+            finish_gradients()
+            return None
+        # The closure runs backward inside the step, so what belongs between the two must run at its end.
+        rest = {key: value for key, value in kwargs.items() if key != "closure"}
+        return (_then(closure, finish_gradients), *args[1:]), rest
+
+    def after_step(*_: Any) -> None:
+        if engine.row.refreshes_after_step:
+            engine.schedule.refresh()
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
+
+
+def _then(closure: Callable[[], Any], afterwards: Callable[[], None]) -> Callable[[], Any]:
+    def run() -> Any:
+        loss = closure()
+        afterwards()
+        return loss
+
+    return run
+
+
+def _cut_state(state: dict[str, Any], face: Tensor) -> dict[str, Any]:
+    if not isinstance(face, ShardedParameter):
+        return state
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.shape == face.shape and not isinstance(value, ShardedTensor):
+            # A scalar parameter's step counter has its shape too, but is no state per element.
+            return ShardedTensor(face.spec.cut(value).clone(), face.spec) if value.dim() > 0 else value
+        return value
+
+    return {key: cut(value) for key, value in state.items()}
+
+
+def _keep_many_tensor_kernels(group: dict[str, Any]) -> None:
+    """On an accelerator torch picks foreach kernels by itself, but only for its own tensor types: ask for them."""
+    unset = group.get("foreach", False) is None and not group.get("fused")
+    if unset and any(isinstance(p, ShardedParameter) and p.device.type != "cpu" for p in group["params"]):
+        group["foreach"] = True

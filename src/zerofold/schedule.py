@@ -1,0 +1,182 @@
+"""Which unit next: when to gather, release and reduce. It knows units and their placement, never a stage.
+
+            unit 0        unit 1        unit 2            (parameters cut, forward)
+gather   [g0][g1]      [g2] …                             ahead of use, as far as the live bytes allow
+compute      [ f0     ][ f1     ][ f2     ]
+release               x0        x1                        at once, except what backward uses first
+
+The order of units is learned while running and only ever a guess: another order is gathered on demand. All
+decisions depend on what ranks have in common (order, sizes), never on time, so that all ranks make the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from zerofold.placement import Row
+from zerofold.reduction_order import ReductionOrder
+from zerofold.unit import State, Unit
+
+
+def in_backward() -> bool:
+    """Whether autograd is running on this thread; then a module's forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Schedule:
+    """Gathers ahead, releases behind, and hands gradients to the reduction in an order all ranks share."""
+
+    def __init__(
+        self, units: list[Unit], row: Row, reductions: ReductionOrder, *, live_bytes: int, overlap: bool
+    ) -> None:
+        self.units, self.row, self.reductions = units, row, reductions
+        self.root = units[0]
+        self.live_bytes, self.overlap = live_bytes, overlap
+        self.holding = False  # inside full_params everything stays gathered
+        self.peak_live_bytes = 0
+        self._order: list[Unit] = units[1:]  # the last forward's order; at first the order of definition
+        self._trace: list[Unit] = []  # this forward's order so far
+        self._position = 0  # in _order while forward runs, in _trace while backward runs
+        self._in_use: dict[Unit, int] = {}
+
+    # forward
+
+    def before_forward(self, unit: Unit) -> None:
+        if not in_backward():
+            self._follow(unit)
+        self._use(unit)
+
+    def after_forward(self, unit: Unit, *, expects_backward: bool) -> None:
+        self._stop_using(unit)
+        if in_backward() or self.holding:
+            return
+        if unit is self.root and not expects_backward:
+            self.release_all()
+        elif unit is not self.root and not self._is_needed_soon(unit, expects_backward):
+            self._release(unit)
+        self._prefetch(expects_backward)
+
+    def _follow(self, unit: Unit) -> None:
+        if unit is self.root:
+            self._order, self._trace, self._position = self._trace or self._order, [], 0
+            return
+        self._trace.append(unit)
+        if unit in self._order[self._position :]:
+            self._position = self._order.index(unit, self._position) + 1
+
+    # backward
+
+    def before_backward(self, unit: Unit) -> None:
+        if unit in self._trace:
+            self._position = len(self._trace) - 1 - self._trace[::-1].index(unit)
+        self._use(unit)
+
+    def after_backward(self, unit: Unit) -> None:
+        self._stop_using(unit)
+        if unit not in self._in_use and unit is not self.root and not self.holding:
+            self._release(unit)
+            self._prefetch(expects_backward=True)
+
+    def end_backward(self) -> None:
+        self._in_use.clear()
+        self._trace = self._trace[: len(self.units)]  # without calls of the root nothing else would end it
+        if not self.holding:
+            self.release_all()
+
+    # gathering
+
+    def refresh(self) -> None:
+        """Starts fetching the ranges that other ranks have just updated; each unit's next use waits for its own."""
+        for unit in [self.root, *self._order, *self.units]:
+            if unit.state is State.READY and unit.is_stale:
+                self._gather(unit)
+
+    def hold_all(self) -> None:
+        """Gathers everything and keeps it until `let_go`."""
+        self.holding = True
+        for unit in self.units:
+            self._make_current(unit)
+
+    def let_go(self) -> None:
+        self.holding = False
+        self.release_all()
+
+    def release_all(self) -> None:
+        for unit in self.units:
+            if unit not in self._in_use:
+                self._release(unit)
+
+    def _use(self, unit: Unit) -> None:
+        self._in_use[unit] = self._in_use.get(unit, 0) + 1
+        self._make_current(unit)
+        self._prefetch(torch.is_grad_enabled())
+
+    def _stop_using(self, unit: Unit) -> None:
+        count = self._in_use.pop(unit, 0)
+        if count > 1:
+            self._in_use[unit] = count - 1
+
+    def _make_current(self, unit: Unit) -> None:
+        if unit.state is State.GATHERING:
+            unit.wait()
+        if unit.state is State.RELEASED or unit.is_stale:
+            self._make_room(unit.full_nbytes if unit.state is State.RELEASED else 0)
+            self._gather(unit)
+            unit.wait()
+
+    def _gather(self, unit: Unit) -> None:
+        unit.gather()
+        self.reductions.note_gather(unit)
+        if not self.overlap:
+            unit.wait()
+        self.peak_live_bytes = max(self.peak_live_bytes, self._live())
+
+    def _prefetch(self, expects_backward: bool) -> None:
+        if not self.overlap or not self.row.releases_parameters or self.holding:
+            return
+        for unit in self._upcoming(expects_backward):
+            if unit.state is State.RELEASED:
+                if self._live() + unit.full_nbytes > self.live_bytes:
+                    return
+                self._gather(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if unit.is_cut and unit.state is not State.RELEASED:
+            if unit.state is State.GATHERING:
+                unit.wait()
+            unit.release()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Drops wrong guesses, and units kept for a later use, before the live bytes would pass their bound."""
+        for unit in self.units:
+            if self._live() + nbytes <= self.live_bytes or self.holding:
+                return
+            if unit not in self._in_use:
+                self._release(unit)
+
+    def _live(self) -> int:
+        return sum(unit.full_nbytes for unit in self.units if unit.state is not State.RELEASED)
+
+    def _upcoming(self, expects_backward: bool) -> Iterator[Unit]:
+        if in_backward():
+            yield from reversed(self._trace[: self._position])
+            return
+        yield from self._order[self._position :]
+        if expects_backward:
+            yield from reversed(self._order)
+
+    def _is_needed_soon(self, unit: Unit, expects_backward: bool) -> bool:
+        """Whether the units used from now until this one's next use fit the bound together with it."""
+        counted = set(self._in_use)
+        total = sum(other.full_nbytes for other in counted)
+        for other in self._upcoming(expects_backward):
+            if other not in counted:
+                counted.add(other)
+                total += other.full_nbytes
+            if total > self.live_bytes:
+                return False
+            if other is unit:
+                return True
+        return False

@@ -1,0 +1,108 @@
+"""Which modules are units, and which unit each parameter belongs to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from zerofold.unit import Entry
+
+UnitChoice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | int | None
+
+
+def find_units(model: nn.Module, choice: UnitChoice) -> dict[str, nn.Module]:
+    """Names and modules of the units inside `model`, in order of definition; the root is not among them.
+
+    `choice`: None finds repeated blocks, a class (or several) or a predicate (name, module) picks modules, a number
+    cuts the tree into modules of at least that many parameters.
+
+    >>> from torch import nn
+    >>> model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), "head": nn.Linear(8, 4)})
+    >>> list(find_units(model, None)), list(find_units(model, nn.Linear))
+    (['blocks.0', 'blocks.1'], ['blocks.0', 'blocks.1', 'head'])
+    """
+    if choice is None:
+        return _repeated_blocks(model, "", sum(p.numel() for p in model.parameters()))
+    inside = {name: module for name, module in model.named_modules() if name}
+    if isinstance(choice, int) and not isinstance(choice, bool):
+        if choice < 1:
+            raise ValueError(f"units={choice} must be a number of parameters of at least 1")
+        return _by_size(model, inside, choice)
+    if isinstance(choice, type) or (isinstance(choice, tuple) and all(isinstance(c, type) for c in choice)):
+        classes: Any = choice
+        chosen = {name: module for name, module in inside.items() if isinstance(module, classes)}
+        if not chosen:
+            names = sorted({type(module).__name__ for module in inside.values()})
+            raise ValueError(f"units={choice!r}: no module of the model is of that class; it has {', '.join(names)}")
+    elif callable(choice):
+        chosen = {name: module for name, module in inside.items() if choice(name, module)}
+    else:
+        raise TypeError(
+            f"units={choice!r} must be a module class, a tuple of them, a predicate (name, module) -> bool, "
+            "a number of parameters, or None"
+        )
+    return {name: module for name, module in chosen.items() if any(True for _ in module.parameters())}
+
+
+def _repeated_blocks(module: nn.Module, prefix: str, total: int) -> dict[str, nn.Module]:
+    """The outermost modules that a list repeats. One that holds over a quarter of all is looked into further."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        size = sum(p.numel() for p in child.parameters())
+        if not size:
+            continue
+        siblings = Counter(type(other) for other in module.children())
+        repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and siblings[type(child)] > 1
+        deeper = _repeated_blocks(child, f"{path}.", total) if not repeated or size > total / 4 else {}
+        found.update(deeper if deeper or not repeated else {path: child})
+    return found
+
+
+def _by_size(model: nn.Module, inside: dict[str, nn.Module], minimum: int) -> dict[str, nn.Module]:
+    """Bottom-up: a module becomes a unit when the parameters under it not yet in a unit reach the minimum."""
+    chosen: dict[str, nn.Module] = {}
+    for name, module in reversed(inside.items()):  # children come before their parents
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            continue  # never called, so its hooks would never run
+        taken = {id(p) for unit in chosen if unit.startswith(f"{name}.") for p in chosen[unit].parameters()}
+        if sum(p.numel() for p in module.parameters() if id(p) not in taken) >= minimum:
+            chosen[name] = module
+    return {name: inside[name] for name in inside if name in chosen}
+
+
+def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, list[Entry]]:
+    """Each parameter's entry under its unit's name ("" is the root).
+
+    A parameter held in several places belongs to the innermost unit that contains all of them.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unit_names = {id(module): name for name, module in units.items()}
+    entries: dict[int, Entry] = {}
+    chains: dict[int, list[list[str]]] = {}  # for each place of a parameter, the units around it, innermost last
+    for path, module in modules.items():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or parameter.numel() == 0:
+                continue  # zero-sized ones have nothing to cut and stay as they are
+            name = f"{path}.{attribute}" if path else attribute
+            entry = entries.setdefault(id(parameter), Entry(name, parameter))
+            if (module, attribute) not in entry.sites:
+                entry.sites.append((module, attribute))
+            around = [modules[prefix] for prefix in _prefixes(path)]
+            chain = [unit_names[id(outer)] for outer in around if id(outer) in unit_names]
+            chains.setdefault(id(parameter), []).append(chain)
+    assigned: dict[str, list[Entry]] = {"": [], **{name: [] for name in units}}
+    for key, entry in entries.items():
+        first, *others = chains[key]
+        common = [unit for unit in first if all(unit in chain for chain in others)]
+        assigned[common[-1] if common else ""].append(entry)
+    return assigned
+
+
+def _prefixes(path: str) -> list[str]:
+    """'a.b.c' → ['a', 'a.b', 'a.b.c']"""
+    parts = path.split(".") if path else []
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]
