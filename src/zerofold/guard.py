@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 # fmt: off
 _METADATA_ATTRIBUTES = (
-    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "is_leaf", "grad_fn", "output_nr", "_version",
-    "is_sparse", "is_cuda", "is_cpu", "is_meta", "is_quantized", "is_nested", "retains_grad", "_backward_hooks",
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "is_leaf", "grad_fn",
+    "_version", "output_nr", "is_sparse", "is_cuda", "is_cpu", "is_meta", "is_quantized", "is_nested",
+    "retains_grad", "_backward_hooks",
 )
 _METADATA_METHODS = (
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",

@@ -79,6 +79,7 @@ class Hooks:
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
         if unit is self.schedule.root and not in_backward():
             self._forget_broken_backward()
+            self.reductions.watch_for_updates()
         call = _UnitCall(unit)
         self._running.append(call)
         self.schedule.before_forward(unit)

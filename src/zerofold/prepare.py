@@ -22,7 +22,7 @@ T = TypeVar("T")
 Model = TypeVar("Model", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
-DEFAULT_BUFFER_BYTES = 32 * 2**20
+DEFAULT_BUFFER_BYTES = 16 * 2**20
 
 
 def prepare(

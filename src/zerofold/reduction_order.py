@@ -8,6 +8,7 @@ the same units in the same order.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -33,7 +34,6 @@ class ReductionOrder:
         self.order = [unit for unit in with_gradients[::-1] if unit is not units[0]]
         self.order += [unit for unit in with_gradients if unit is units[0]]
         self.suspended = False  # inside no_sync
-        self.syncs_made = 0
         self._learned = False
         self._ready: list[Unit] = []
         self._launched = 0  # how many of `order` have been started in this backward
@@ -43,6 +43,8 @@ class ReductionOrder:
         self._backwards = 0  # since the last step
         self._expected_backwards = 1
         self._syncing = True
+        self._versions_at_reduction: list[int] | None = None  # of all shards, until somebody is seen to update them
+        self._warned = False
 
     def note_gather(self, unit: Unit) -> None:
         self._gather_tag = (self._gather_tag * 1000003 + unit.index + 1) % _TAG_RANGE
@@ -88,6 +90,21 @@ class ReductionOrder:
             self._ready, self._launched = [], 0
             self.synchronize()
 
+    def watch_for_updates(self) -> None:
+        """Warns, once, when gradients were reduced and thrown away and no parameter changed in between."""
+        if self._warned or self._versions_at_reduction is None or not self.row.optimizer.is_cut:
+            return
+        slabs = list(self._slabs())
+        if [slab.shard._version for slab in slabs] != self._versions_at_reduction:
+            self._versions_at_reduction = None
+        elif all(face.grad is None for slab in slabs for face in slab.faces):
+            self._warned = True
+            warnings.warn(
+                "gradients were reduced and cleared, but no parameter has changed since: call optimizer.step() between "
+                "backward and zero_grad, and zf.attach(model, optimizer) if the optimizer was built before zf.shard",
+                stacklevel=2,
+            )
+
     def synchronize(self) -> None:
         """Agrees with the other ranks on what is left, reduces it, and shows the results."""
         self._forget_cleared()
@@ -119,7 +136,7 @@ class ReductionOrder:
             slab.gradients.settle([next(flags) > 0 for _ in slab.parameters])
         self._learn()
         self._had_gradient.clear()
-        self.syncs_made += 1
+        self._versions_at_reduction = [slab.shard._version for slab in self._slabs()]
 
     def _forget_cleared(self) -> None:
         for unit in self.order:

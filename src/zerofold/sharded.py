@@ -150,7 +150,16 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise RuntimeError(_refusal(func, first))
     if rule.kind is _Kind.SAME_DATA:
         return ShardedTensor(first._local, first._spec)
-    local_args, local_kwargs = args, kwargs
+    changed = [kwargs.get(place) if isinstance(place, str) else args[place] for place in rule.written]
+    written = [tensor for each in changed for tensor in (each if isinstance(each, (list, tuple)) else (each,))]
+    for tensor in written:
+        # A whole parameter with a cut gradient would be updated in this rank's range only, unnoticed by the others.
+        if isinstance(tensor, Tensor) and not isinstance(tensor, ShardedTensor) and tensor.dim() > 0:
+            raise RuntimeError(
+                f"{func._schema.name.split('::')[1]} would change a whole tensor by the cut '{first._spec.name}': an "
+                "optimizer built on whole parameters must be attached with zf.attach(model, optimizer); other code "
+                "can use zf.full"
+            )
     if rule.kind is _Kind.LISTS:
         local_args = tuple(_local_list(value) for value in args)
         local_kwargs = {key: _local_list(value) for key, value in kwargs.items()}
@@ -159,14 +168,11 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         local_args = tuple(piece_of(value) for value in args)
         local_kwargs = {key: piece_of(value) for key, value in kwargs.items()}
     result = func(*local_args, **local_kwargs)
-    for place in rule.written:  # inner tensors do not count changes made below autograd by themselves
-        changed = kwargs.get(place) if isinstance(place, str) else args[place]
-        for tensor in changed if isinstance(changed, (list, tuple)) else (changed,):
-            if isinstance(tensor, ShardedTensor):
-                torch.autograd.graph.increment_version(tensor._local)
-    if rule.written:
-        place = rule.written[0]
-        return (kwargs[place] if isinstance(place, str) else args[place]) if rule.returns_written else None
+    for tensor in written:  # inner tensors do not count changes made below autograd by themselves
+        if isinstance(tensor, ShardedTensor):
+            torch.autograd.graph.increment_version(tensor._local)
+    if changed:
+        return changed[0] if rule.returns_written else None
     if rule.kind is _Kind.LISTS:
         return [ShardedTensor(piece, like._spec) for piece, like in zip(result, args[0], strict=True)]
     return ShardedTensor(result, first._spec) if isinstance(result, Tensor) else result

@@ -72,6 +72,8 @@ class FlatStorage:
         self.tensor: Tensor = torch.empty(numel, dtype=dtype, device=device)
         self.full_nbytes = numel * self.tensor.element_size()
         self._cache = cache
+        self.tensor.untyped_storage().resize_(0)  # untouched memory, so that even the first comes from the cache
+        self.allocate()
 
     @property
     def is_allocated(self) -> bool:

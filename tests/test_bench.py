@@ -1,0 +1,136 @@
+"""`zerofold bench step`: its statistics on small numbers, and one tiny run from end to end."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from zerofold.bench import figures, step
+from zerofold.bench.fleet import EngineError, EngineProcesses, Setting
+from zerofold.bench.gpt import GPTSize
+from zerofold.bench.step import Measurement, Record, bench_step_command, make_row
+
+TINY = GPTSize(vocab=64, width=64, layers=2, heads=2, seq=16)
+SETTING = Setting(world=2, device="cpu", size=TINY, batch=2, timeout=120)
+MIB = 2**20
+
+
+def invoke(*arguments: str):
+    app = typer.Typer()
+    app.command()(bench_step_command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_turn_is_the_median_of_its_slowest_ranks():
+    assert figures.turn_seconds([[1.0, 5.0, 2.0], [3.0, 1.0, 2.5]]) == 3.0
+
+
+def test_ratios_compare_within_a_round():
+    # The machine is ten times slower in the second round, which must not show.
+    rounds = [{"ddp": 1.0, "zf3": 1.1}, {"ddp": 10.0, "zf3": 10.0}, {"ddp": 1.0, "zf3": 1.3}, {"ddp": 1.0}]
+    assert figures.ratios(rounds, "zf3", "ddp") == pytest.approx((1.1, 1.0, 1.3))
+    assert figures.ratios(rounds, "zf3", "none") is None
+
+
+def test_another_engine_comes_first_in_each_round():
+    orders = [figures.rotated(["a", "b", "c"], index) for index in range(4)]
+    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+
+
+def test_batches_fit_the_memory_and_keep_the_references():
+    engines = ["none", "ddp", "zro", "fsdp2", "ds1", "ds2", "zf0", "zf3"]
+    batches = figures.plan_batches(engines, ["none", "ddp"], at_once=4)
+    assert batches == [
+        ["none", "ddp", "zro", "fsdp2"],
+        ["none", "ddp", "zf0", "zf3"],
+        ["none", "ddp", "ds1", "ds2"],
+    ]
+    # Too little memory for even one beside the references: one at a time, not none.
+    assert figures.plan_batches(engines[:4], ["none", "ddp"], at_once=0) == [
+        ["none", "ddp", "zro"],
+        ["none", "ddp", "fsdp2"],
+    ]
+    assert figures.plan_batches(["ddp"], ["ddp"], at_once=4) == [["ddp"]]
+
+
+def test_largest_gap_is_over_ranks_and_steps():
+    assert figures.largest_gap([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.5], [3.0, 4.25]]) == 0.5
+
+
+def measurement(zf3_losses: list[list[float]]) -> Measurement:
+    ddp = Record(losses=[[5.0, 4.0]], peak_bytes=100 * MIB, peak_over_start_bytes=50 * MIB)
+    zf3 = Record(losses=zf3_losses, peak_bytes=80 * MIB, peak_over_start_bytes=30 * MIB)
+    rounds = [{"ddp": 0.1, "zf3": 0.11}, {"ddp": 0.2, "zf3": 0.24}, {"ddp": 0.1, "zf3": 0.13}]
+    return Measurement(rounds=rounds, records={"ddp": ddp, "zf3": zf3}, errors={"ds3": "not installed"})
+
+
+def test_a_row_has_ratios_times_memory_and_losses():
+    row = make_row("zf3", measurement([[5.0, 4.0005]]))
+    assert (row.over_ddp, row.over_ddp_min, row.over_ddp_max) == (1.2, 1.1, 1.3)
+    assert (row.step_ms, row.peak_mib, row.peak_over_start_mib) == (130, 80, 30)
+    assert row.loss_diff_ddp == pytest.approx(5e-4)
+    assert row.error is None
+
+
+@pytest.mark.parametrize("wrong", [4.1, float("nan")])
+def test_an_engine_that_trains_wrongly_is_named(wrong):
+    assert "does not train as DDP does" in (make_row("zf3", measurement([[5.0, wrong]])).error or "")
+
+
+def test_a_failed_engine_is_a_row_with_its_reason():
+    row = make_row("ds3", measurement([[5.0, 4.0]]))
+    assert (row.error, row.over_ddp) == ("not installed", None)
+
+
+def test_tiny_run_from_end_to_end(tmp_path):
+    out = tmp_path / "result.json"
+    options = "--engines none,ddp,fsdp2 --rounds 2 --steps 2 --nproc 2 --device cpu --json"
+    sizes = "--d 64 --layers 2 --heads 2 --vocab 64 --seq 16 --batch 2"
+    result = invoke(*options.split(), *sizes.split(), "--out", str(out))
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert summary == json.loads(out.read_text())
+    rows = {row["engine"]: row for row in summary["rows"]}
+    assert list(rows) == ["none", "ddp", "fsdp2"]
+    assert all(row["error"] is None and row["step_ms"] > 0 and row["peak_mib"] > 100 for row in rows.values())
+    assert rows["ddp"]["over_ddp"] == 1.0
+    assert rows["fsdp2"]["loss_diff_ddp"] < 1e-4 < rows["none"]["loss_diff_ddp"]
+    assert summary["model"]["psi"] == TINY.parameters
+    assert summary["machine"]["backend"] == "gloo"
+
+
+def test_a_rank_that_dies_is_noticed_at_once_and_the_others_go_too():
+    with EngineProcesses("ddp", SETTING) as engine:
+        engine.ready()
+        processes = [member.process for member in engine._ranks]
+        processes[1].kill()
+        with pytest.raises(EngineError, match="rank 1 was ended by SIGKILL"):
+            engine.turn(untimed=0, timed=1)
+        assert all(process.poll() is not None for process in processes)
+
+
+def test_engines_that_fail_tell_their_errors():
+    """The embedding cannot be that large, so every engine fails where it is built."""
+    huge = Setting(world=1, device="cpu", size=GPTSize(vocab=2**48, width=2, heads=1), batch=1, timeout=60)
+    seen = Measurement()
+    step.measure_batch(["none", "ddp"], huge, seen, rounds=1, steps=1, progress=lambda _: None)
+    assert set(seen.errors) == {"none", "ddp"}
+    assert seen.errors["ddp"].startswith("rank 0: RuntimeError")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--engines", "ddp,warp"], "no engine 'warp'; the engines are none, ddp"),
+        (["--d", "60", "--heads", "8"], "60 does not divide into 8 heads"),
+        (["--malloc", "jemalloc"], "--malloc must be default or tuned"),
+        (["--device", "tpu"], "--device must be auto, cpu or cuda"),
+        (["--out", "/no/such/folder/file.json"], "there is no folder"),
+    ],
+)
+def test_misuse_is_one_line_and_exit_code_2(arguments, hint):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert hint in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

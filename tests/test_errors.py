@@ -1,0 +1,193 @@
+"""Bad input: one line, the thing and the fix, on every rank, at once."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.models import Block, TinyGPT, batches, make_model
+from tests.ranks import raised
+from torch import nn
+
+import zerofold as zf
+
+
+def prepare_badly(case: str) -> None:
+    model = make_model()
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    settings: dict[str, Any] = {}
+    rank = dist.get_rank()
+    if case == "stage 7":
+        settings["stage"] = 7
+    elif case == "negative bound":
+        settings["live_bytes"] = -1
+    elif case == "tiny bound":
+        settings["live_bytes"] = 1000
+    elif case == "tiny buffer":
+        settings["buffer_bytes"] = 1
+    elif case == "no parameters":
+        model = nn.ReLU()
+    elif case == "missing":
+        optimizer = torch.optim.AdamW(list(model.parameters())[:-1])
+    elif case == "missing on rank 1":
+        optimizer = torch.optim.AdamW(list(model.parameters())[: -1 if rank == 1 else None])
+    elif case == "foreign":
+        optimizer = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(3, 5))])
+    elif case == "twice":
+        zf.prepare(model, optimizer)
+    elif case == "different models":
+        model = TinyGPT(layers=3 + rank)
+        optimizer = torch.optim.AdamW(model.parameters())
+    elif case == "different settings":
+        settings["stage"] = 2 + rank
+    elif case == "clip":
+        settings["clip"] = -1.0
+    elif case == "cut":
+        settings["cut"] = "diagonal"
+    elif case == "unit class":
+        settings["units"] = nn.Conv2d
+    elif case == "unit type":
+        settings["units"] = "Block"
+    elif case == "no optimizer":
+        optimizer = "adamw"
+    elif case == "muon":
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
+        optimizer = torch.optim.Muon(model.parameters())
+    elif case == "adafactor":
+        optimizer = torch.optim.Adafactor(model.parameters())
+    elif case == "lbfgs":
+        optimizer = torch.optim.LBFGS(model.parameters())
+    elif case == "meta":
+        with torch.device("meta"):
+            model = TinyGPT()
+        optimizer = torch.optim.AdamW(model.parameters())
+    zf.prepare(model, optimizer, **settings)
+
+
+CASES = {
+    "stage 7": ("stage=7 does not exist", "choose one of 0, 1, 2, 3"),
+    "negative bound": ("live_bytes=-1 must be a positive number", "None for the default"),
+    "tiny bound": ("live_bytes=1000 is too small", "raise the bound"),
+    "tiny buffer": ("buffer_bytes=1 is too small", "at least 1024"),
+    "no parameters": ("this ReLU has no parameters", "nothing to shard"),
+    "missing": ("misses 1 trainable parameter(s), first 'head.weight'", "add them to a parameter group"),
+    "missing on rank 1": ("misses 1 trainable parameter(s), first 'head.weight'", "add them to a parameter group"),
+    "foreign": ("of shape (3, 5) is not one of the model's", "build the optimizer from this model's parameters"),
+    "twice": ("already sharded", "zf.close(model)"),
+    "different models": ("different models", "build the same model"),
+    "different settings": ("stage=2", "stage=3"),
+    "clip": ("clip=-1.0 must be a positive norm", "leave it out"),
+    "cut": ("cut='diagonal'", "use cut='even'"),
+    "unit class": ("no module of the model is of that class", "Block"),
+    "unit type": ("units='Block' must be a module class", "a predicate"),
+    "no optimizer": ("must be a torch.optim.Optimizer, not str", ""),
+    "muon": ("Muon does not work element by element", "whole-parameter cut"),
+    "adafactor": ("Adafactor does not work element by element", "whole-parameter cut"),
+    "lbfgs": ("LBFGS does not work element by element", "whole-parameter cut"),
+    "meta": ("meta device", "to_empty"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_refused_on_every_rank(ranks: Any, case: str) -> None:
+    ranks(2, dist.get_rank)  # the processes exist before the clock starts
+    start = time.monotonic()
+    errors = ranks(2, raised, prepare_badly, case)
+    assert time.monotonic() - start < 10
+    for error in errors:
+        assert all(part in error for part in CASES[case]), error
+        assert "\n" not in error
+
+
+def without_a_process_group() -> str:
+    dist.destroy_process_group()
+    model = make_model()
+    try:
+        zf.prepare(model, torch.optim.AdamW(model.parameters()))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_use_before_the_process_group_exists(ranks: Any) -> None:
+    (message,) = ranks(1, without_a_process_group)
+    assert "no process group yet" in message
+    assert "init_process_group" in message
+
+
+def refused_preparation_leaves_the_model_usable() -> bool:
+    model = make_model()
+    try:
+        zf.prepare(model, torch.optim.Adafactor(model.parameters()), stage=3)
+    except ValueError:
+        pass
+    (batch,) = batches(1)
+    model(*batch).backward()
+    return all(type(p) is nn.Parameter and p.grad is not None for p in model.parameters())
+
+
+def test_a_refused_preparation_leaves_the_model_usable(ranks: Any) -> None:
+    assert ranks(2, refused_preparation_leaves_the_model_usable) == [True, True]
+
+
+def touch(what: str) -> None:
+    held = make_model()
+    before = held.head.weight
+    model = zf.shard(held, stage=3, units=Block)
+    if what == "sharded parameter":
+        model.head.weight @ torch.ones(40)
+    elif what == "norm":
+        model.head.weight.norm()
+    elif what == "reference from before":
+        before.sum()
+    elif what == "torch clipping":
+        (batch,) = batches(1)
+        model(*batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "fix"),
+    [
+        ("sharded parameter", "zf.full(p)"),
+        ("norm", "zf.clip_grad_norm_"),
+        ("reference from before", "zf.full(p)"),
+        ("torch clipping", "zf.clip_grad_norm_"),
+    ],
+)
+def test_touching_what_is_not_here_raises(ranks: Any, what: str, fix: str) -> None:
+    for error in ranks(2, raised, touch, what):
+        assert "RuntimeError" in error
+        assert "head.weight" in error or "tokens.weight" in error
+        assert fix in error
+
+
+def unattached(stage: int) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    zf.shard(model, stage=stage)
+    (batch,) = batches(1)
+    model(*batch).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_optimizer_on_whole_parameters_must_be_attached(ranks: Any, stage: int) -> None:
+    for error in ranks(2, raised, unattached, stage):
+        assert "zf.attach(model, optimizer)" in error
+
+
+def ranks_run_different_modules() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+    model.forward = lambda x: model[5 * dist.get_rank()](x)  # type: ignore[method-assign]
+    zf.shard(model, stage=3, units=nn.Linear)
+    model(torch.ones(2, 32)).sum().backward()
+
+
+def test_ranks_on_different_units_are_noticed(ranks: Any) -> None:
+    for error in ranks(2, ranks_run_different_modules, expect_error=True):
+        assert "gathered different units" in error
+        assert "all_gather" in error

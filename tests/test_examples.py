@@ -1,0 +1,30 @@
+"""Every example in a docstring runs and prints what it says."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+
+import zerofold
+
+MODULES = [info.name for info in pkgutil.walk_packages(zerofold.__path__, "zerofold.") if "__main__" not in info.name]
+
+
+def run_examples(name: str) -> tuple[int, int]:
+    result = doctest.testmod(importlib.import_module(name))
+    return result.failed, result.attempted
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_a_module(ranks: Any, name: str) -> None:
+    ((failed, _),) = ranks(1, run_examples, name)
+    assert failed == 0
+
+
+@pytest.mark.parametrize("name", zerofold.__all__)
+def test_every_public_name_has_an_example(name: str) -> None:
+    assert ">>> " in (getattr(zerofold, name).__doc__ or "")

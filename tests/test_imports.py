@@ -1,0 +1,107 @@
+"""The architecture as a property: a room imports only rooms that stand above it in this list."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "zerofold"
+
+# In dependency order: the first imports none of the others, each may import those before it.
+ROOMS = [
+    "placement",
+    "layout",
+    "comm",
+    "memory",
+    "guard",
+    "sharded",
+    "reduce",
+    "gradients",
+    "unit",
+    "reduction_order",
+    "schedule",
+    "hooks",
+    "units",
+    "engine",
+    # The ledger reads its numbers off the engine; the rest of observe, which shows them, stands further down.
+    "observe.ledger",
+    "precision",
+    "optim",
+    "access",
+    "activation",
+    "parallel",
+    "checkpoint",
+    "prepare",
+    "compat",
+    "config",
+    "plan",
+    "observe",
+    "",  # the public face: zerofold/__init__.py
+    "train",
+    "launch",
+    "bench",
+    "verify",
+    "cli",
+    "__main__",
+]
+CORE = ROOMS[ROOMS.index("layout") : ROOMS.index("compat")]
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(file: Path) -> str:
+    """ "train.loop" for train/loop.py, "" for the package's own __init__.py."""
+    parts = list(file.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str | None:
+    """The most precise room that holds the module; None where the list has none."""
+    parts = module.split(".")
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((name for name in names if name in ROOMS), None)
+
+
+def imported_modules(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and module, for each import from this package, lazy ones and those for types included."""
+    here = name_of(file).split(".")
+    package = here if file.name == "__init__.py" else here[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "zerofold":
+                    yield node.lineno, alias.name.removeprefix("zerofold").lstrip(".")
+        elif isinstance(node, ast.ImportFrom):
+            base = (node.module or "").split(".")
+            if node.level:
+                base = ["zerofold", *package[: len(package) - node.level + 1], *base]
+            if base[0] == "zerofold":
+                for alias in node.names:
+                    yield node.lineno, ".".join(part for part in [*base[1:], alias.name] if part)
+
+
+def where(module: str) -> str:
+    """The room of an imported name: `comm.all_gather` is in comm; what is in no room is the public face."""
+    return room_of(module) or ""
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_imports_point_up_the_list(file: Path) -> None:
+    room = room_of(name_of(file))
+    assert room is not None, f"{file.name} is in no room: add it to ROOMS where its imports allow"
+    for line, module in imported_modules(file):
+        if where(module) != room:
+            assert ROOMS.index(where(module)) < ROOMS.index(room), (
+                f"{name_of(file) or '__init__'}.py:{line} imports {where(module) or 'zerofold'}, "
+                f"which stands below {room or 'zerofold'}"
+            )
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(name_of(file)) in CORE], ids=name_of)
+def test_the_core_never_asks_which_stage(file: Path) -> None:
+    """A stage is a row of the table in placement.py; the code below it reads placements."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Compare):
+            for side in [node.left, *node.comparators]:
+                name = getattr(side, "id", getattr(side, "attr", ""))
+                assert name != "stage", f"{name_of(file)}.py:{node.lineno} compares the stage: ask the placement"
