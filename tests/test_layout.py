@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from zerofold.layout import FlatLayout
@@ -24,7 +26,7 @@ def test_chunks_cover_a_shard_and_fit_the_buffer(buffer: int) -> None:
     chunks = list(layout.chunks(buffer))
     assert chunks[0][0] == 0
     assert chunks[-1][1] == layout.shard_size
-    assert all(before[1] == after[0] for before, after in zip(chunks, chunks[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(chunks))
     assert all((stop - start) * 3 <= max(buffer, 3) for start, stop in chunks)
 
 

@@ -162,6 +162,10 @@ class CutGradients:
         shown = self._shown[index]
         if shown is None:
             return
+        if shown.was_zeroed:  # cleared, but wanted as zeros: the piece stays, what was not yet reduced goes
+            shown.was_zeroed = False
+            self._local[index] = None
+            self.arrived_since_reduce.discard(index)
         watched = self._shown_on_parameter and index not in self._taken
         if self.faces[index].grad is None or (watched and self.parameters[index].grad is None):
             self._local[index] = self._shown[index] = None

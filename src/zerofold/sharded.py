@@ -43,6 +43,7 @@ class ShardedTensor(torch.Tensor):
 
     _local: Tensor
     _spec: ShardSpec
+    was_zeroed = False  # by zero_(): for a gradient, the same wish as setting it to None
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardedTensor:
@@ -114,6 +115,7 @@ class _Rule(NamedTuple):
     kind: _Kind
     written: tuple[int | str, ...]  # positions or names of the arguments it changes
     returns_written: bool
+    zeroes: bool
 
 
 # Elementwise in effect though torch does not tag them so.
@@ -140,7 +142,7 @@ def _rule(func: Any) -> _Rule:
         kind = _Kind.ELEMENTWISE
     else:
         kind = _Kind.REFUSED
-    return _Rule(kind, written, bool(written) and len(schema.returns) > 0)
+    return _Rule(kind, written, bool(written) and len(schema.returns) > 0, name in ("zero_", "_foreach_zero_"))
 
 
 def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,6 +173,7 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for tensor in written:  # inner tensors do not count changes made below autograd by themselves
         if isinstance(tensor, ShardedTensor):
             torch.autograd.graph.increment_version(tensor._local)
+            tensor.was_zeroed = rule.zeroes
     if changed:
         return changed[0] if rule.returns_written else None
     if rule.kind is _Kind.LISTS:

@@ -65,13 +65,14 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: flo
             clip_grad_norm(engine, clip)
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        closure = kwargs.get("closure", args[0] if args and callable(args[0]) else None)
+        itself, *positional = args
+        closure = kwargs.get("closure", positional[0] if positional else None)
         if closure is None:
             finish_gradients()
             return None
         # The closure runs backward inside the step, so what belongs between the two must run at its end.
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (_then(closure, finish_gradients), *args[1:]), rest
+        return (itself, _then(closure, finish_gradients), *positional[1:]), rest
 
     def after_step(*_: Any) -> None:
         if engine.row.refreshes_after_step:

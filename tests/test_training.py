@@ -1,0 +1,274 @@
+"""Torch semantics around the step: groups, schedulers, clearing, accumulation, closures, state from before."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.models import batches, largest_difference, make_model
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zerofold as zf
+
+STAGES = (0, 1, 2, 3)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-3)
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    with zf.full_params(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def groups_and_schedule(stage: int) -> float:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> None:
+        for batch in batches(count):
+            model(*batch).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    reference = make_model()
+    wrapped = DistributedDataParallel(reference)
+    optimizer = two_groups(reference)
+    train(wrapped, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8), 8)
+
+    # The scheduler and two steps of state exist before prepare: both must be carried over.
+    model = make_model()
+    plain = DistributedDataParallel(model)
+    optimizer = two_groups(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+    data = list(batches(8))
+    for batch in data[:2]:
+        plain(*batch).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    same, again = zf.prepare(model, optimizer, stage=stage)
+    assert same is model
+    assert again is optimizer
+    for batch in data[2:]:
+        model(*batch).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    ours = whole(model)
+    zf.close(model)
+    return largest_difference([p.detach() for p in reference.parameters()], ours)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_groups_schedulers_and_existing_state_are_kept(ranks: Any, stage: int) -> None:
+    assert ranks(2, groups_and_schedule, stage) == [0.0, 0.0]
+
+
+def shard_first(stage: int) -> float:
+    """zf.shard, then an optimizer on what the model shows, as with FSDP2."""
+    model = zf.shard(make_model(), stage=stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    zf.attach(model, optimizer)
+    reference, expected = make_model(), None
+    other = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    wrapped = DistributedDataParallel(reference)
+    for batch in batches(3):
+        for trained, its in ((model, optimizer), (wrapped, other)):
+            trained(*batch).backward()
+            its.step()
+            its.zero_grad()
+    expected = [p.detach() for p in reference.parameters()]
+    difference = largest_difference(expected, whole(model))
+    zf.close(model)
+    return difference
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_built_after_shard(ranks: Any, stage: int) -> None:
+    assert ranks(2, shard_first, stage) == [0.0, 0.0]
+
+
+def unattached_at_stage_three() -> float:
+    model = zf.shard(make_model(), stage=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    before = whole(model)
+    for batch in batches(2):
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(state["exp_avg"].shape == p.shape for p, state in optimizer.state.items())
+    moved = largest_difference(before, whole(model))
+    zf.close(model)
+    return moved
+
+
+def test_where_parameters_are_cut_no_attaching_is_needed(ranks: Any) -> None:
+    assert all(moved > 1e-4 for moved in ranks(2, unattached_at_stage_three))
+
+
+CLEARINGS = ("optimizer", "optimizer zeros", "model", "model zeros")
+
+
+def clear(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    owner: Any = optimizer if how.startswith("optimizer") else model
+    owner.zero_grad(set_to_none="zeros" not in how)
+
+
+def gradient_after_clearing(stage: int, how: str, under_no_sync: bool) -> float:
+    """A gradient that was cleared, on whichever face and at whatever point, must not come back."""
+    first, second = batches(2)
+    model = make_model()
+    model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    if under_no_sync:
+        with zf.no_sync(model):
+            model(*first).backward()
+    else:
+        model(*first).backward()
+    clear(how, model, optimizer)
+    model(*second).backward()
+    optimizer.step()
+    ours = whole(model)
+    zf.close(model)
+    reference = make_model()
+    wrapped = DistributedDataParallel(reference)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    wrapped(*second).backward()
+    plain.step()
+    return largest_difference([p.detach() for p in reference.parameters()], ours)
+
+
+@pytest.mark.parametrize("under_no_sync", [False, True])
+@pytest.mark.parametrize("how", CLEARINGS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_cleared_gradient_does_not_come_back(ranks: Any, stage: int, how: str, under_no_sync: bool) -> None:
+    assert max(ranks(2, gradient_after_clearing, stage, how, under_no_sync)) <= 1e-7
+
+
+def accumulate_by_learned_count(stage: int) -> tuple[float, list[int]]:
+    """Micro-batches without no_sync, their number changing: the result stays right, stage 1 learns to wait."""
+    counts = [3, 3, 3, 1, 2, 4]
+    data, world = list(batches(sum(counts))), dist.get_world_size()
+    results = []
+    reductions: list[int] = []
+    for sharded in (False, True):
+        model = make_model()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        run: nn.Module = model
+        if sharded:
+            zf.prepare(model, optimizer, stage=stage)
+        else:
+            run = DistributedDataParallel(model)
+        position = 0
+        for count in counts:
+            before = _sent(model, "reduce_scatter") if sharded else 0
+            for batch in data[position : position + count]:
+                run(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            position += count
+            if sharded:
+                whole_once = sum(p.numel() for p in model.parameters()) * 4 * (world - 1) / world
+                reductions.append(round((_sent(model, "reduce_scatter") - before) / whole_once))
+        results.append(whole(model) if sharded else [p.detach() for p in model.parameters()])
+        if sharded:
+            zf.close(model)
+    return largest_difference(*results), reductions
+
+
+def _sent(model: nn.Module, operation: str) -> int:
+    return zf.ledger(model).snapshot()["comm_bytes"].get(operation, 0)
+
+
+def test_stage_one_learns_how_many_backwards_make_a_step(ranks: Any) -> None:
+    for difference, reductions in ranks(2, accumulate_by_learned_count, 1):
+        assert difference <= 1e-6
+        assert reductions == [3, 1, 1, 1, 2, 3]
+
+
+def test_stages_two_and_three_reduce_every_backward(ranks: Any) -> None:
+    for stage in (2, 3):
+        for difference, reductions in ranks(2, accumulate_by_learned_count, stage):
+            assert difference <= 1e-6
+            assert reductions == [3, 3, 3, 1, 2, 4]
+
+
+def run_with_closures(stage: int | None) -> list[torch.Tensor]:
+    model = make_model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if stage is None:
+        run: nn.Module = DistributedDataParallel(model)
+    else:
+        run, _ = zf.prepare(model, optimizer, stage=stage, clip=0.1)
+    data = batches(3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = run(*next(data))
+        loss.backward()
+        if stage is None:
+            torch.nn.utils.clip_grad_norm_(run.parameters(), 0.1)
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    if stage is not None:
+        zf.close(model)
+    return [p.detach() for p in model.parameters()]
+
+
+def step_with_closure(stage: int) -> float:
+    return largest_difference(run_with_closures(None), run_with_closures(stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_closure_is_clipped_and_reduced_too(ranks: Any, stage: int) -> None:
+    assert max(ranks(2, step_with_closure, stage)) <= 1e-6
+
+
+def norms(stage: int, norm_type: float) -> tuple[float, float, float]:
+    (batch,) = batches(1)
+    model = make_model()
+    zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    model(*batch).backward()
+    before = zf.clip_grad_norm_(model, 0.1, norm_type).item()
+    after = zf.clip_grad_norm_(model, 1e9, norm_type).item()
+    zf.close(model)
+    reference = make_model()
+    wrapped = DistributedDataParallel(reference)  # must live until backward has reduced
+    wrapped(*batch).backward()
+    return before, after, torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type).item()
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_is_torchs(ranks: Any, stage: int, norm_type: float) -> None:
+    for before, after, expected in ranks(2, norms, stage, norm_type):
+        assert before == pytest.approx(expected, rel=1e-6)
+        assert after == pytest.approx(min(expected, 0.1), rel=1e-4)
+
+
+def wasted_gradients(stage: int) -> list[str]:
+    model = make_model()
+    model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches(3):
+            model(*batch).backward()
+            optimizer.zero_grad()
+        mine = [str(w.message) for w in caught if "no parameter has changed" in str(w.message)]
+    zf.close(model)
+    return mine
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_without_effect_is_said_once(ranks: Any, stage: int) -> None:
+    for messages in ranks(2, wasted_gradients, stage):
+        assert len(messages) == 1
+        assert "zf.attach(model, optimizer)" in messages[0]
