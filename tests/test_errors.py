@@ -14,6 +14,7 @@ from tests.ranks import raised
 from torch import nn
 
 import zerofold as zf
+from zerofold.engine import Engine
 
 
 def prepare_badly(case: str) -> None:
@@ -179,24 +180,16 @@ def test_an_optimizer_on_whole_parameters_must_be_attached(ranks: Any, stage: in
         assert "zf.attach(model, optimizer)" in error
 
 
-class EachRankItsOwnOrder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number in (0, 1, 2, 3) if dist.get_rank() == 0 else (0, 2, 1, 3):
-            x = self.layers[number](x)
-        return x
-
-
-def ranks_run_different_modules() -> None:
-    one_unit = (32 * 32 + 64) * 4  # with padding
-    model = zf.shard(EachRankItsOwnOrder(), stage=3, live_bytes=one_unit, overlap=False)
-    model(torch.ones(2, 32)).sum().backward()
+def gathers_that_differ() -> None:
+    model = zf.shard(make_model(), stage=3)
+    (batch,) = batches(1)
+    loss = model(*batch)
+    engine = Engine.of(model)
+    engine.reductions.note_gather(engine.units[dist.get_rank()])  # as if each rank had gathered another unit
+    loss.backward()
 
 
 def test_ranks_on_different_units_are_noticed(ranks: Any) -> None:
-    for error in ranks(2, ranks_run_different_modules, expect_error=True):
+    for error in ranks(2, gathers_that_differ, expect_error=True):
         assert "gathered different units" in error
         assert "all_gather" in error
