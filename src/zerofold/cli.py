@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -11,6 +10,7 @@ import torch
 import typer
 from rich.console import Console
 
+from zerofold import __version__
 from zerofold.launch import RankFailed, default_nproc, init_ranks, run_ranks
 from zerofold.train.gpt import GPTConfig
 from zerofold.train.loop import train
@@ -48,7 +48,7 @@ def build_app() -> typer.Typer:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"zerofold {importlib.metadata.version('zerofold')}, torch {torch.__version__}")
+        typer.echo(f"zerofold {__version__}, torch {torch.__version__}")
         raise typer.Exit
 
 

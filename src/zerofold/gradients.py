@@ -109,7 +109,7 @@ class CutGradients:
         self.arrived_since_reduce: set[int] = set()
         self._shown_on_parameter = module_keeps_whole
         self._local: list[Tensor | None] = [None] * len(parameters)
-        self._shown: list[ShardedTensor | None] = [None] * len(parameters)
+        self._is_shown = [False] * len(parameters)  # as faces[i].grad, which alone keeps it: clearing frees it
         self._holds_value = [False] * len(parameters)  # the shard's piece holds a gradient: add, do not overwrite
         self._taken: set[int] = set()  # p.grad is None because we took it, not because the user cleared it
         self._flat: Tensor | None = None
@@ -145,9 +145,10 @@ class CutGradients:
         self._holds_value = [True] * len(self.parameters)
 
     def settle(self, present: Sequence[bool]) -> None:
-        for index in range(len(self.parameters)):
-            if present[index]:
-                self._show(index)
+        if self._flat is not None:  # otherwise the local gradients were adopted, and are shown
+            for index in range(len(self.parameters)):
+                if present[index]:
+                    self._show(index)
 
     def keep_partial(self) -> None:
         """Backward ended without a reduction: show that there is a gradient, so that clearing it is noticed."""
@@ -159,37 +160,38 @@ class CutGradients:
                 self._show(index)
 
     def _notice_clearing(self, index: int) -> None:
-        shown = self._shown[index]
-        if shown is None:
+        if not self._is_shown[index]:
             return
-        if shown.was_zeroed:  # cleared, but wanted as zeros: the piece stays, what was not yet reduced goes
+        shown = self.faces[index].grad
+        if isinstance(shown, ShardedTensor) and shown.was_zeroed:
+            # Cleared, but wanted as zeros: the piece stays, what was not yet reduced goes.
             shown.was_zeroed = False
             self._local[index] = None
             self.arrived_since_reduce.discard(index)
         watched = self._shown_on_parameter and index not in self._taken
-        if self.faces[index].grad is None or (watched and self.parameters[index].grad is None):
-            self._local[index] = self._shown[index] = None
-            self._holds_value[index] = False
+        if shown is None or (watched and self.parameters[index].grad is None):
+            self._local[index] = None
+            self._holds_value[index] = self._is_shown[index] = False
             self.faces[index].grad = None
             self.arrived_since_reduce.discard(index)
 
-    def _show(self, index: int) -> None:
-        if self._shown[index] is None:
-            self._shown[index] = ShardedTensor(self._piece(index), self.faces[index].spec)
-        self.faces[index].grad = self._shown[index]
+    def _show(self, index: int, adopted: Tensor | None = None) -> None:
+        face = self.faces[index]
+        if face.grad is None:
+            face.grad = ShardedTensor(self._piece(index) if adopted is None else adopted, face.spec)
+        self._is_shown[index] = True
         self._taken.discard(index)
         if self._shown_on_parameter:
-            self.parameters[index].grad = self._shown[index]
+            self.parameters[index].grad = face.grad
 
     def _adopt(self, local: list[Tensor | None]) -> None:
         """Alone, the local gradient is the mean and becomes the piece itself: no copy."""
         for index, gradient in enumerate(local):
-            shown = self._shown[index]
-            if gradient is not None and shown is not None:
+            shown = self.faces[index].grad
+            if gradient is not None and isinstance(shown, ShardedTensor):
                 shown.local.add_(gradient)
             elif gradient is not None:
-                self._shown[index] = ShardedTensor(gradient, self.faces[index].spec)
-                self._show(index)
+                self._show(index, adopted=gradient)
 
     def _piece(self, index: int) -> Tensor:
         piece = self.layout.pieces(self.faces[index].spec.comm.rank)[index]
@@ -207,4 +209,5 @@ class CutGradients:
         local = sum(gradient.nbytes for gradient in self._local if gradient is not None)
         if flat is not None:
             return flat.nbytes + local
-        return local + sum(shown.local.nbytes for shown in self._shown if shown is not None)
+        shown = [face.grad for face in self.faces]
+        return local + sum(grad.local.nbytes for grad in shown if isinstance(grad, ShardedTensor))

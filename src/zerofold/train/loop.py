@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import time
 from collections import deque
@@ -168,7 +167,7 @@ class Training:
             "world": self.world,
             "device": str(self.device),
             "torch": torch.__version__,
-            "zerofold": importlib.metadata.version("zerofold"),
+            "zerofold": zf.__version__,
         }
 
     def introduction(self) -> str:
