@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.models import batches, largest_difference, make_model
+from tests.ranks import raised
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -151,23 +152,22 @@ def test_a_cleared_gradient_does_not_come_back(ranks: Any, stage: int, how: str,
     assert max(ranks(2, gradient_after_clearing, stage, how, under_no_sync)) <= 1e-7
 
 
-def accumulate_by_learned_count(stage: int) -> tuple[float, list[int]]:
-    """Micro-batches without no_sync, their number changing: the result stays right, stage 1 learns to wait."""
-    counts = [3, 3, 3, 1, 2, 4]
+def accumulate_without_no_sync(stage: int, counts: list[int], accumulate: int) -> tuple[float, list[float]]:
+    """Difference from DDP, and how often all gradients were sent in each step."""
     data, world = list(batches(sum(counts))), dist.get_world_size()
     results = []
-    reductions: list[int] = []
+    sent: list[float] = []
     for sharded in (False, True):
         model = make_model()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         run: nn.Module = model
         if sharded:
-            zf.prepare(model, optimizer, stage=stage)
+            zf.prepare(model, optimizer, stage=stage, accumulate=accumulate)
         else:
             run = DistributedDataParallel(model)
         position = 0
         for count in counts:
-            before = _sent(model, "reduce_scatter") if sharded else 0
+            before = _sent(model) if sharded else 0
             for batch in data[position : position + count]:
                 run(*batch).backward()
             optimizer.step()
@@ -175,28 +175,47 @@ def accumulate_by_learned_count(stage: int) -> tuple[float, list[int]]:
             position += count
             if sharded:
                 whole_once = sum(p.numel() for p in model.parameters()) * 4 * (world - 1) / world
-                reductions.append(round((_sent(model, "reduce_scatter") - before) / whole_once))
+                sent.append(round((_sent(model) - before) / whole_once, 1))
         results.append(whole(model) if sharded else [p.detach() for p in model.parameters()])
         if sharded:
             zf.close(model)
-    return largest_difference(*results), reductions
+    return largest_difference(*results), sent
 
 
-def _sent(model: nn.Module, operation: str) -> int:
-    return zf.ledger(model).snapshot()["comm_bytes"].get(operation, 0)
+def _sent(model: nn.Module) -> float:
+    sent = zf.ledger(model).snapshot()["comm_bytes"]
+    return sent.get("reduce_scatter", 0) + sent.get("all_reduce", 0) / 2
 
 
-def test_stage_one_learns_how_many_backwards_make_a_step(ranks: Any) -> None:
-    for difference, reductions in ranks(2, accumulate_by_learned_count, 1):
+@pytest.mark.parametrize("stage", [0, 1])
+def test_whole_gradients_are_reduced_once_a_step(ranks: Any, stage: int) -> None:
+    """Also when a step has fewer backwards than said, or more."""
+    for difference, sent in ranks(2, accumulate_without_no_sync, stage, [3, 3, 2, 5], 3):
         assert difference <= 1e-6
-        assert reductions == [3, 1, 1, 1, 2, 3]
+        assert sent == [1.0, 1.0, 1.0, 3.0]
 
 
-def test_stages_two_and_three_reduce_every_backward(ranks: Any) -> None:
-    for stage in (2, 3):
-        for difference, reductions in ranks(2, accumulate_by_learned_count, stage):
-            assert difference <= 1e-6
-            assert reductions == [3, 3, 3, 1, 2, 4]
+@pytest.mark.parametrize("stage", [2, 3])
+def test_cut_gradients_are_reduced_by_every_backward(ranks: Any, stage: int) -> None:
+    for difference, sent in ranks(2, accumulate_without_no_sync, stage, [3, 1, 2], 3):
+        assert difference <= 1e-6
+        assert sent == [3.0, 1.0, 2.0]
+
+
+def read_before_reduced(stage: int) -> None:
+    model = make_model()
+    zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    (batch,) = batches(1)
+    with zf.no_sync(model):
+        model(*batch).backward()
+    zf.full_grad(next(model.parameters()))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_is_not_reduced_yet_cannot_be_read(ranks: Any, stage: int) -> None:
+    for error in ranks(2, raised, read_before_reduced, stage):
+        assert "still a local sum on every rank" in error
+        assert "outside no_sync" in error
 
 
 def run_with_closures(stage: int | None) -> list[torch.Tensor]:

@@ -19,7 +19,8 @@ from zerofold.unit import Slab
 def full(tensor: Tensor) -> Tensor:
     """The whole of a parameter, gradient or optimizer state, as an ordinary tensor on every rank.
 
-    All ranks must call it for a sharded tensor. Any other tensor comes back as a detached copy.
+    All ranks must call it for a sharded tensor. Any other tensor comes back as a detached copy. A gradient's memory
+    is used again by the next backward; what this returns is not.
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 32), stage=3)
@@ -63,6 +64,7 @@ def full_params(model: nn.Module, *, from_rank: int | None = None) -> Iterator[N
     versions = {id(p): p._version for slab in engine.slabs() for p in slab.parameters}
     try:
         yield
+        engine.schedule.wait_all()  # for what an optimizer's step in here has set going
         if from_rank is not None:
             for slab in engine.slabs():
                 engine.groups.gather.broadcast(slab.storage.tensor, from_rank, unit="full_params").wait()
@@ -77,19 +79,20 @@ def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> N
     for slab in engine.slabs():
         for index, entry in enumerate(slab.entries):
             names.append(entry.name)
-            touched = entry.parameter._version != versions[id(entry.parameter)] or _differs_from_shard(slab, index)
-            marks.append(float(touched))
+            touched = entry.parameter._version != versions[id(entry.parameter)]
+            # A change through .data leaves no version behind but differs, unless it is the shard that moved on.
+            marks.append(float(touched or (not slab.is_stale and _differs_from_shard(slab, index))))
     changed = torch.tensor(marks, dtype=torch.float64)
     engine.groups.control.all_reduce(changed, unit="full_params", op=dist.ReduceOp.MAX).wait()
     if checked and changed.any():
         whole = [slab.view(index) for slab in engine.slabs() for index in range(len(slab.entries))]
         _check_equal_on_all_ranks(engine, [(n, t) for n, t, c in zip(names, whole, changed, strict=True) if c])
+    written = iter(changed.tolist())
     for slab in engine.slabs():
-        if slab.has_own_shard:
-            for index, piece in enumerate(slab.layout.pieces(slab.comm.rank)):
-                if piece.size and _differs_from_shard(slab, index):
-                    own = slab.view(index).view(-1)[piece.start : piece.stop]
-                    slab.shard[piece.shard_start : piece.shard_stop] = own
+        for index, piece in enumerate(slab.layout.pieces(slab.comm.rank)):
+            if next(written) and slab.has_own_shard and piece.size:
+                own = slab.view(index).view(-1)[piece.start : piece.stop]
+                slab.shard[piece.shard_start : piece.shard_stop] = own
 
 
 def _differs_from_shard(slab: Slab, index: int) -> bool:

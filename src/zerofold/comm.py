@@ -9,7 +9,6 @@ All calls go through `dist.<name>` so that counters and debuggers outside see th
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,6 @@ class Call:
     operation: str
     unit: str
     elements: int
-    started: float
     done: bool = False
 
     def __str__(self) -> str:
@@ -60,7 +58,7 @@ class Traffic:
         self.number += 1
         self.elements[operation, unit] += sent
         self.bytes[operation, unit] += sent * itemsize
-        call = Call(self.number, operation, unit, round(sent), time.monotonic())
+        call = Call(self.number, operation, unit, round(sent))
         self.calls.append(call)
         return call
 

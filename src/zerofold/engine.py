@@ -78,6 +78,7 @@ class Engine:
         *,
         live_bytes: int | None,
         buffer_bytes: int,
+        accumulate: int,
         overlap: bool,
     ) -> None:
         self.model, self.row, self.groups = model, row, groups
@@ -87,10 +88,10 @@ class Engine:
         bound = live_bound(assigned, groups.gather.size, live_bytes)
         self.units: list[Unit] = []
         for index, (name, entries) in enumerate(assigned.items()):
-            slabs = [Slab(part, row, groups.gather, self.cache) for part in _by_kind(entries)]
+            slabs = [Slab(name, part, row, groups.gather, self.cache) for part in _by_kind(entries)]
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
         self.reducer = Reducer(groups.reduce, self.pool)
-        self.reductions = ReductionOrder(self.units, row, self.reducer, groups.control)
+        self.reductions = ReductionOrder(self.units, row, self.reducer, groups.control, accumulate=accumulate)
         self.schedule = Schedule(self.units, row, self.reductions, live_bytes=bound, overlap=overlap)
         self.hooks = Hooks(self.schedule, self.reductions)
         self.optimizers: list[torch.optim.Optimizer] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zerofold.layout import FlatLayout
 from zerofold.reduce import Reducer
-from zerofold.sharded import ShardedParameter, ShardedTensor
+from zerofold.sharded import FaceGradient, ShardedParameter, ShardedTensor
 
 
 class Gradients(Protocol):
@@ -28,6 +28,7 @@ class Gradients(Protocol):
     def launch(self, reducer: Reducer, unit: str) -> None: ...
     def settle(self, present: Sequence[bool]) -> None: ...
     def keep_partial(self) -> None: ...
+    def abandon(self) -> None: ...
     @property
     def nbytes(self) -> int: ...
 
@@ -43,12 +44,19 @@ class WholeGradients:
         self.parameters, self.layout = parameters, layout
         self.arrived_since_reduce: set[int] = set()
         self._flat: Tensor | None = None
+        self._under_way: Reducer | None = None
 
     def before_accumulate(self, index: int) -> None:
-        pass
+        if self._under_way is not None:  # autograd must not add to what is being reduced in place
+            self._under_way.finish()
+            self._under_way = None
 
     def arrived(self, index: int) -> None:
+        _refuse_sparse(self.parameters[index])
         self.arrived_since_reduce.add(index)
+
+    def abandon(self) -> None:
+        self.arrived_since_reduce.clear()
 
     def forget_cleared(self) -> None:
         self.arrived_since_reduce = {i for i in self.arrived_since_reduce if self.parameters[i].grad is not None}
@@ -66,8 +74,10 @@ class WholeGradients:
                 torch.mul(parameter.grad, 1 / reducer.comm.size, out=view)
                 parameter.grad = view
         reducer.all_reduce(flat, unit=unit)
+        self._under_way = reducer
 
     def settle(self, present: Sequence[bool]) -> None:
+        self._under_way = None
         for index, parameter in enumerate(self.parameters):
             if present[index] and parameter.grad is None:  # only other ranks had one
                 parameter.grad = self._view(self._storage(), index)
@@ -97,17 +107,14 @@ class WholeGradients:
 class CutGradients:
     """Each rank ends with its own range of the mean gradient, shown as `.grad` of the sharded faces.
 
-    Local gradients are taken from `p.grad` as they arrive and dropped once reduced, so nothing counts twice. Where
-    the module keeps whole parameters, `p.grad` shows the sharded gradient too: then `model.zero_grad()` is noticed,
-    and torch's own clipping says what to call instead of finding nothing.
+    Local gradients are taken from `p.grad` as they arrive and dropped once reduced, so nothing counts twice. The
+    whole parameter's `p.grad` shows the face's gradient: so `model.zero_grad()` is noticed while the module holds
+    whole parameters, and torch's own clipping says what to call instead of finding nothing.
     """
 
-    def __init__(
-        self, parameters: list[Tensor], faces: list[ShardedParameter], layout: FlatLayout, *, module_keeps_whole: bool
-    ) -> None:
+    def __init__(self, parameters: list[Tensor], faces: list[ShardedParameter], layout: FlatLayout) -> None:
         self.parameters, self.faces, self.layout = parameters, faces, layout
         self.arrived_since_reduce: set[int] = set()
-        self._shown_on_parameter = module_keeps_whole
         self._local: list[Tensor | None] = [None] * len(parameters)
         self._is_shown = [False] * len(parameters)  # as faces[i].grad, which alone keeps it: clearing frees it
         self._holds_value = [False] * len(parameters)  # the shard's piece holds a gradient: add, do not overwrite
@@ -121,6 +128,7 @@ class CutGradients:
         self._taken.add(index)
 
     def arrived(self, index: int) -> None:
+        _refuse_sparse(self.parameters[index])
         gradient = self.parameters[index].grad
         assert gradient is not None
         self.parameters[index].grad = None
@@ -145,10 +153,9 @@ class CutGradients:
         self._holds_value = [True] * len(self.parameters)
 
     def settle(self, present: Sequence[bool]) -> None:
-        if self._flat is not None:  # otherwise the local gradients were adopted, and are shown
-            for index in range(len(self.parameters)):
-                if present[index]:
-                    self._show(index)
+        for index, is_present in enumerate(present):
+            if is_present and not (self._flat is None and self._is_shown[index]):  # adopted ones are shown already
+                self._show(index)
 
     def keep_partial(self) -> None:
         """Backward ended without a reduction: show that there is a gradient, so that clearing it is noticed."""
@@ -157,32 +164,39 @@ class CutGradients:
                 if not self._holds_value[index]:
                     self._piece(index).zero_()
                     self._holds_value[index] = True
-                self._show(index)
+                self._show(index, unreduced=True)
+
+    def abandon(self) -> None:
+        for index, is_shown in enumerate(self._is_shown):
+            if not is_shown:
+                self._local[index] = None
+                self._holds_value[index] = False
+                self.arrived_since_reduce.discard(index)
 
     def _notice_clearing(self, index: int) -> None:
         if not self._is_shown[index]:
             return
-        shown = self.faces[index].grad
+        shown, on_parameter = self.faces[index].grad, self.parameters[index].grad
         if isinstance(shown, ShardedTensor) and shown.was_zeroed:
             # Cleared, but wanted as zeros: the piece stays, what was not yet reduced goes.
             shown.was_zeroed = False
             self._local[index] = None
             self.arrived_since_reduce.discard(index)
-        watched = self._shown_on_parameter and index not in self._taken
-        if shown is None or (watched and self.parameters[index].grad is None):
+        if shown is None or (on_parameter is None and index not in self._taken):
             self._local[index] = None
             self._holds_value[index] = self._is_shown[index] = False
             self.faces[index].grad = None
             self.arrived_since_reduce.discard(index)
 
-    def _show(self, index: int, adopted: Tensor | None = None) -> None:
+    def _show(self, index: int, adopted: Tensor | None = None, *, unreduced: bool = False) -> None:
         face = self.faces[index]
         if face.grad is None:
             face.grad = ShardedTensor(self._piece(index) if adopted is None else adopted, face.spec)
+        assert isinstance(face.grad, ShardedTensor)
+        face.grad.is_unreduced = unreduced
         self._is_shown[index] = True
         self._taken.discard(index)
-        if self._shown_on_parameter:
-            self.parameters[index].grad = face.grad
+        self.parameters[index].grad = FaceGradient(face)
 
     def _adopt(self, local: list[Tensor | None]) -> None:
         """Alone, the local gradient is the mean and becomes the piece itself: no copy."""
@@ -211,3 +225,11 @@ class CutGradients:
             return flat.nbytes + local
         shown = [face.grad for face in self.faces]
         return local + sum(grad.local.nbytes for grad in shown if isinstance(grad, ShardedTensor))
+
+
+def _refuse_sparse(parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} got a sparse gradient, which cannot be cut into ranges; "
+            "build the embedding with sparse=False"
+        )

@@ -1,8 +1,8 @@
 """Module and autograd events become calls of the schedule and the reduction.
 
 forward of a unit    pre-hook: gather; hook: release.
-backward of a unit   begins when a node that made one of its outputs is about to run, ends when the nodes that made
-                     its inputs are about to run (all of them, or when backward ends).
+backward of a unit   begins when a node that made one of its outputs is about to run, ends when a node that made one
+                     of its inputs is about to run, or when backward ends.
 a gradient           the parameter's own hooks, before and after autograd accumulates it.
 end of backward      a callback of the engine, queued by the first event, which is the root output's where there is
                      one: inside reentrant checkpoints a nested backward would end too early.
@@ -17,11 +17,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule, in_backward
+from zerofold.sharded import ShardedTensor
 from zerofold.unit import Slab, Unit
 
 
@@ -45,8 +45,8 @@ class Hooks:
         self._handles.clear()
 
     def _install(self, unit: Unit) -> None:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._before_forward(unit, args, kwargs)
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            return self._before_forward(unit, args, kwargs)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._after_forward(unit, output)
@@ -76,27 +76,47 @@ class Hooks:
 
     # forward
 
-    def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
-        if unit is self.schedule.root and not in_backward():
-            self._forget_broken_backward()
-            self.reductions.watch_for_updates()
+    def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        outermost = not self._running
         call = _UnitCall(unit)
         self._running.append(call)
+        if outermost and not in_backward():
+            self._forget_broken_backward()
+            self.reductions.watch_for_updates()
         self.schedule.before_forward(unit)
-        with_grad = [t for t in tensors_in((args, kwargs)) if t.requires_grad] if torch.is_grad_enabled() else []
-        nodes = {get_gradient_edge(t).node for t in with_grad}
-        call.inputs = call.waiting_for = len(nodes)
-        for node in nodes:
+        if not torch.is_grad_enabled():
+            return None
+        if any(_is_leaf_with_grad(value) for value in (*args, *kwargs.values())):
+            args = tuple(_behind_a_node(value) for value in args)
+            kwargs = {key: _behind_a_node(value) for key, value in kwargs.items()}
+        for node in {tensor.grad_fn for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None}:
             node.register_prehook(self._on_input_gradient(call))
+            call.has_input_gradient = True
+        return args, kwargs
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
         call = self._running.pop()
-        with_grad = [t for t in tensors_in(output) if t.requires_grad] if torch.is_grad_enabled() else []
-        for node in {get_gradient_edge(t).node for t in with_grad}:
+        outputs = list(tensors_in(output)) if torch.is_grad_enabled() else []
+        # Results left on modules (auxiliary losses) take part in backward like outputs.
+        outputs += [t for module in unit.module.modules() for t in tensors_in(_attributes(module))] if outputs else []
+        nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+        for node in nodes:
             node.register_prehook(self._on_output_gradient(call))
-        if with_grad:
+        if nodes:
             self._waiting.add(call)
-        self.schedule.after_forward(unit, expects_backward=bool(with_grad))
+        keep = torch.is_grad_enabled() and not nodes and output is not None and call.might_get_gradients()
+        self._refuse_views_of_parameters(unit, output)
+        self.schedule.after_forward(unit, expects_backward=bool(nodes), keep=keep)
+
+    def _refuse_views_of_parameters(self, unit: Unit, output: Any) -> None:
+        """After the forward their memory is gone, and reading them would crash the process."""
+        own = {slab.storage.tensor.untyped_storage()._cdata: slab for slab in unit.slabs if slab.has_own_shard}
+        for tensor in tensors_in(output) if own else ():
+            if not isinstance(tensor, ShardedTensor) and tensor.untyped_storage()._cdata in own:
+                raise RuntimeError(
+                    f"unit '{unit.name or 'root'}' returns a view of a parameter of shape {tuple(tensor.shape)}, whose "
+                    "memory is released after its forward: return a clone, or choose units that contain the caller"
+                )
 
     # backward
 
@@ -112,14 +132,17 @@ class Hooks:
 
     def _on_input_gradient(self, call: _UnitCall) -> Callable[[Any], None]:
         def ends(gradients: Any) -> None:
-            call.waiting_for -= 1
-            if call.waiting_for == 0 and call.begun:
+            # Autograd runs later nodes first, and whatever made an input came before all nodes of this call: the
+            # first such node means that the call's own are through.
+            if call.begun and not call.ended:
                 self._end_call(call)
 
         return ends
 
     def _end_call(self, call: _UnitCall) -> None:
         call.ended = True
+        if torch.is_grad_enabled():
+            return  # create_graph: a second backward will read the weights again
         self.schedule.after_backward(call.unit)
         # Another call of the same module may still add to the same gradients.
         if all(other.ended for other in self._waiting if other.unit is call.unit):
@@ -133,9 +156,10 @@ class Hooks:
 
     def _end_backward(self) -> None:
         self._callback_queued = False
-        self.schedule.end_backward()
-        self.reductions.end_backward()
         self._forget_begun()
+        if not torch.is_grad_enabled():
+            self.schedule.end_backward()
+        self.reductions.end_backward()
 
     def _forget_broken_backward(self) -> None:
         """An exception inside an earlier backward kept its end from being called."""
@@ -143,13 +167,12 @@ class Hooks:
             self._callback_queued = False
             self._forget_begun()
             self.schedule.end_backward()
-            self.reductions.reducer.finish()
-        self._running.clear()
+            self.reductions.abandon_backward()
 
     def _forget_begun(self) -> None:
         """A retained graph may run backward again, so its calls start over."""
         for call in self._begun:
-            call.begun, call.ended, call.waiting_for = False, False, call.inputs
+            call.begun = call.ended = False
         self._begun.clear()
 
 
@@ -158,22 +181,38 @@ class _UnitCall:
     """One forward of a unit, until its backward is through."""
 
     unit: Unit
-    inputs: int = 0  # nodes that made the inputs
-    waiting_for: int = 0  # those that backward has not reached
+    has_input_gradient: bool = False
     begun: bool = False
     ended: bool = False
 
+    def might_get_gradients(self) -> bool:
+        return self.has_input_gradient or self.unit.trainable > 0
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples, dicts and dataclasses."""
+
+def _is_leaf_with_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+
+
+def _behind_a_node(value: Any) -> Any:
+    """A leaf's own node runs as early as it can, so it tells nothing about the call; a view's node runs in turn."""
+    return value.view_as(value) if _is_leaf_with_grad(value) and not isinstance(value, ShardedTensor) else value
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples and dicts, and in the attributes of other objects."""
     if isinstance(value, Tensor):
         yield value
+    elif depth == 0 or value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
+        return
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from tensors_in(item, depth - 1)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for part in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, part.name))
+            yield from tensors_in(item, depth - 1)
+    elif hasattr(value, "__dict__"):
+        yield from tensors_in(vars(value), depth - 1)

@@ -43,11 +43,6 @@ class Row:
         return self.optimizer.is_cut
 
     @property
-    def reduces_once_a_step(self) -> bool:
-        """Whole gradients with a cut optimizer may stay partial sums until the last backward of a step."""
-        return self.optimizer.is_cut and not self.gradients.is_cut
-
-    @property
     def refreshes_after_step(self) -> bool:
         """Each rank updates its own range of whole parameters, so the others' ranges must be fetched."""
         return self.optimizer.is_cut and not self.parameters.is_cut
@@ -60,7 +55,7 @@ class Row:
 #              name  parameters gradients optimizer
 _TABLE = {
     "0": Row("0", WHOLE, WHOLE, WHOLE),  # DDP: gradients all-reduced as they come
-    "1": Row("1", WHOLE, WHOLE, CUT),  # own range reduced once a step, parameters gathered after it
+    "1": Row("1", WHOLE, WHOLE, CUT),  # own range reduced once a step, then parameters gathered
     "2": Row("2", WHOLE, CUT, CUT),  # gradients cut as they come; the shard accumulates
     "3": Row("3", CUT, CUT, CUT),  # parameters gathered around their use as well
 }

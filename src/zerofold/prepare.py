@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofold.comm import Comm
 from zerofold.engine import Engine, Groups, check_same_on_all_ranks, fingerprint, live_bound, make_control
-from zerofold.optim.attach import attach_optimizer, check_optimizer
+from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.placement import Row, row
 from zerofold.unit import Entry
 from zerofold.units import UnitChoice, assign, find_units
@@ -36,6 +36,7 @@ def prepare(
     mesh: DeviceMesh | None = None,
     live_bytes: int | None = None,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    accumulate: int = 1,
     overlap: bool = True,
 ) -> tuple[Model, Opt]:
     """Shards `model` and re-bases `optimizer` on it, both in place; returns the same two objects.
@@ -56,6 +57,7 @@ def prepare(
         mesh=mesh,
         live_bytes=live_bytes,
         buffer_bytes=buffer_bytes,
+        accumulate=accumulate,
         overlap=overlap,
     )
     try:
@@ -75,6 +77,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     live_bytes: int | None = None,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    accumulate: int = 1,
     overlap: bool = True,
 ) -> Model:
     """Places the model's states over the ranks as the stage says, in place; every rank starts from rank 0's weights.
@@ -85,6 +88,7 @@ def shard(
     mesh          a one-dimensional DeviceMesh to shard over; all ranks by default
     live_bytes    bound on gathered parameter bytes at any time (stage 3); by default a unit and one ahead
     buffer_bytes  size of one fused communication buffer
+    accumulate    backwards that make a step: where gradients stay whole (stages 0 and 1), only the last one reduces
     overlap       False runs every communication to its end at once: slower, the same bits, for debugging
 
     >>> import torch, zerofold as zf
@@ -101,8 +105,11 @@ def shard(
         raise ValueError(f"mesh has {mesh.ndim} dimensions; pass the one to shard over, for example mesh['data']")
     control = make_control(mesh, overlap=overlap)
     try:
-        plan = _agree(control, lambda: _plan(model, stage, units, cut, live_bytes, buffer_bytes, control.size))
-        settings = f"stage={plan.row.name}, overlap={overlap}, live_bytes={live_bytes}, buffer_bytes={buffer_bytes}"
+        plan = _agree(
+            control, lambda: _plan(model, stage, units, cut, live_bytes, buffer_bytes, accumulate, control.size)
+        )
+        numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
+        settings = f"stage={plan.row.name}, overlap={overlap}, {numbers}"
         check_same_on_all_ranks(control, fingerprint(plan.assigned, settings))
     except Exception:
         dist.destroy_process_group(control.group)
@@ -116,18 +123,22 @@ def shard(
         groups,
         live_bytes=live_bytes,
         buffer_bytes=buffer_bytes,
+        accumulate=accumulate,
         overlap=overlap,
     )
     for name, buffer in model.named_buffers():
         if buffer.numel() and not buffer.is_meta:
-            groups.gather.broadcast(buffer.contiguous(), 0, unit=name).wait()
+            from_rank_zero = buffer.contiguous()
+            groups.gather.broadcast(from_rank_zero, 0, unit=name).wait()
+            buffer.copy_(from_rank_zero)
     return model
 
 
-def attach(model: nn.Module, optimizer: Opt, *, clip: float | None = None) -> Opt:
+def attach(model: nn.Module, optimizer: Opt, *others: torch.optim.Optimizer, clip: float | None = None) -> Opt:
     """Re-bases an optimizer built on the model's parameters onto this rank's pieces, in place.
 
-    Parameter groups, schedulers and existing state are kept; the same object comes back.
+    Parameter groups, schedulers and existing state are kept; the same object comes back. Several optimizers that
+    share the parameters among them are attached in one call.
 
     >>> import torch, zerofold as zf
     >>> model = torch.nn.Linear(64, 64)
@@ -137,8 +148,10 @@ def attach(model: nn.Module, optimizer: Opt, *, clip: float | None = None) -> Op
     >>> zf.close(model)
     """
     engine = Engine.of(model)
-    _agree(engine.groups.control, lambda: check_optimizer(engine, optimizer, clip))
-    attach_optimizer(engine, optimizer, clip)
+    everyone: list[torch.optim.Optimizer] = [optimizer, *others]
+    _agree(engine.groups.control, lambda: check_optimizers(engine, everyone, clip))
+    for each in everyone:
+        attach_optimizer(engine, each, clip)
     return optimizer
 
 
@@ -171,6 +184,7 @@ def _plan(
     cut: str,
     live_bytes: int | None,
     buffer_bytes: int,
+    accumulate: int,
     world: int,
 ) -> _Plan:
     chosen = row(stage)
@@ -180,6 +194,8 @@ def _plan(
         raise ValueError(f"live_bytes={live_bytes} must be a positive number of bytes, or None for the default")
     if buffer_bytes < 1024:
         raise ValueError(f"buffer_bytes={buffer_bytes} is too small for a communication buffer; give at least 1024")
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate} must be the number of backwards in a step, at least 1")
     if Engine.is_on(model):
         raise ValueError("this model is already sharded; call zf.close(model) first to shard it another way")
     device = _device_of(model)

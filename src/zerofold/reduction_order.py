@@ -1,9 +1,10 @@
 """Gradients are reduced in one order on all ranks, whatever the order in which they arrive.
 
-A unit is reduced as soon as it and all units before it in the shared order are complete. What is left when backward
-ends (units that some rank never reached, gradients that came twice) is agreed on first: one all-reduce of a few
-numbers tells every rank how far each got, which parameters have a gradient anywhere, and whether all ranks gathered
-the same units in the same order.
+The units that had a gradient on any rank last time are expected this time. Each is reduced as soon as it and all
+expected units before it are complete; when backward ends, every rank reduces the rest of them, with zeros where it
+has nothing. Then one all-reduce of a few numbers tells which units are still left on any rank (unexpected ones, or
+gradients that came twice), which parameters have a gradient anywhere, and whether all ranks gathered the same units
+in the same order.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ _TAG_RANGE = 2**31 - 1
 class ReductionOrder:
     """Collects arriving gradients and starts each unit's reduction at the same point of the order on every rank."""
 
-    def __init__(self, units: list[Unit], row: Row, reducer: Reducer, control: Comm) -> None:
-        self.row, self.reducer, self.control = row, reducer, control
+    def __init__(self, units: list[Unit], row: Row, reducer: Reducer, control: Comm, *, accumulate: int) -> None:
+        self.row, self.reducer, self.control, self.accumulate = row, reducer, control, accumulate
         with_gradients = [unit for unit in units if unit.trainable]
         # The root's embeddings come last in backward, the last-defined unit most likely first.
         self.order = [unit for unit in with_gradients[::-1] if unit is not units[0]]
         self.order += [unit for unit in with_gradients if unit is units[0]]
         self.suspended = False  # inside no_sync
-        self._learned = False
+        self._expected = list(self.order)
+        self._order_is_learned = False
         self._ready: list[Unit] = []
-        self._launched = 0  # how many of `order` have been started in this backward
+        self._launched = 0  # how many of the expected units have been started in this backward
         self._arrivals: dict[Unit, int] = {}  # gradients in this backward
         self._had_gradient: dict[Slab, set[int]] = {}  # among what has been started since the last agreement
         self._gather_tag = 0
         self._backwards = 0  # since the last step
-        self._expected_backwards = 1
         self._syncing = True
+        self._has_partial = False  # a backward ended without a reduction, on all ranks alike
         self._versions_at_reduction: list[int] | None = None  # of all shards, until somebody is seen to update them
         self._warned = False
 
@@ -51,7 +53,8 @@ class ReductionOrder:
 
     def begin_backward(self) -> None:
         self._backwards += 1
-        waits = self.row.reduces_once_a_step and self._backwards < self._expected_backwards
+        # Whole gradients may stay local sums until the last backward of a step; cut ones have no room to wait in.
+        waits = not self.row.gradients.is_cut and self._backwards < self.accumulate
         self._syncing = not self.suspended and not waits
         self._ready, self._launched, self._arrivals = [], 0, {}
 
@@ -66,29 +69,35 @@ class ReductionOrder:
         if not self._syncing or not unit.trainable or unit in self._ready:
             return
         self._ready.append(unit)
-        while self._launched < len(self.order) and self.order[self._launched] in self._ready:
-            self._launch(self.order[self._launched])
+        while self._launched < len(self._expected) and self._expected[self._launched] in self._ready:
+            self._launch(self._expected[self._launched])
             self._launched += 1
 
     def end_backward(self) -> None:
         if self._syncing:
-            self.synchronize()
+            self._synchronize()
+            self._learn_order()
             return
-        for unit in self.order:
-            for gradients in _gradients_of(unit):
-                gradients.keep_partial()
+        self._has_partial = True
+        for gradients in self._gradients():
+            gradients.keep_partial()
+
+    def abandon_backward(self) -> None:
+        """Backward raised: what it had taken from autograd and not yet shown is dropped."""
+        self.reducer.finish()
+        self._had_gradient.clear()
+        for gradients in self._gradients():
+            gradients.abandon()
 
     def before_step(self) -> None:
-        """Learns how many backwards make a step, and reduces what is still partial."""
-        self._expected_backwards, self._backwards = max(1, self._backwards), 0
+        self._backwards = 0
         self.flush()
 
     def flush(self) -> None:
-        """Reduces what no_sync, or a step of several backwards, has left on this rank."""
-        self._forget_cleared()
-        if any(gradients.arrived_since_reduce for unit in self.order for gradients in _gradients_of(unit)):
-            self._ready, self._launched = [], 0
-            self.synchronize()
+        """Reduces what no_sync, or an unfinished row of micro-batches, has left on this rank."""
+        if self._has_partial:
+            self._launched = len(self._expected)  # nothing is under way: all that is left is agreed on
+            self._synchronize()
 
     def watch_for_updates(self) -> None:
         """Warns, once, when gradients were reduced and thrown away and no parameter changed in between."""
@@ -105,43 +114,38 @@ class ReductionOrder:
                 stacklevel=2,
             )
 
-    def synchronize(self) -> None:
-        """Agrees with the other ranks on what is left, reduces it, and shows the results."""
-        self._forget_cleared()
-        here = self._state()
-        self.control.all_reduce(here, unit="agreement", op=dist.ReduceOp.MAX).wait()
-        agreed = here.tolist()
-        launched_anywhere, tag, negative_tag = round(agreed[0]), agreed[1], agreed[2]
+    def _synchronize(self) -> None:
+        """Reduces what is expected, agrees with the other ranks on what is left, and shows the results."""
+        for unit in self._expected[self._launched :]:
+            self._launch(unit)
+        self._launched = len(self._expected)
+        for gradients in self._gradients():
+            gradients.forget_cleared()
+        numbers = self._state()
+        self.control.all_reduce(numbers, unit="agreement", op=dist.ReduceOp.MAX).wait()
+        tag, negative_tag, *flags = numbers.tolist()
         if tag != -negative_tag:
             raise RuntimeError(
                 f"rank {self.control.rank}: the ranks gathered different units or in a different order, so at least "
                 "one computed with wrong weights; every rank must run the same modules in the same order. Last "
                 f"calls here: {self.control.traffic.last(8)}"
             )
-        self._gather_tag = 0
-        count = len(self.order)
-        first_time, again, present = agreed[3 : 3 + count], agreed[3 + count : 3 + 2 * count], agreed[3 + 2 * count :]
-        for position, unit in enumerate(self.order):
-            behind = self._launched <= position < launched_anywhere
-            beyond = position >= launched_anywhere and first_time[position] > 0
-            if behind or beyond:
-                self._launch(unit)
-        for position, unit in enumerate(self.order):
-            if again[position] > 0:
+        self._gather_tag, self._has_partial = 0, False
+        pending, present = flags[: len(self.order)], iter(flags[len(self.order) :])
+        for unit, left in zip(self.order, pending, strict=True):
+            if left:
                 self._launch(unit)
         self.reducer.finish()
-        flags = iter(present)
-        for slab in self._slabs():
-            assert slab.gradients is not None
-            slab.gradients.settle([next(flags) > 0 for _ in slab.parameters])
-        self._learn()
-        self._had_gradient.clear()
-        self._versions_at_reduction = [slab.shard._version for slab in self._slabs()]
-
-    def _forget_cleared(self) -> None:
+        self._expected = []
         for unit in self.order:
-            for gradients in _gradients_of(unit):
-                gradients.forget_cleared()
+            had = [[next(present) > 0 for _ in slab.parameters] for slab in unit.slabs if slab.gradients is not None]
+            for gradients, indices in zip(_gradients_of(unit), had, strict=True):
+                gradients.settle(indices)
+            if any(any(indices) for indices in had):
+                self._expected.append(unit)
+        if self._expected:
+            self._versions_at_reduction = [slab.shard._version for slab in self._slabs()]
+        self._had_gradient.clear()
 
     def _launch(self, unit: Unit) -> None:
         for slab in unit.slabs:
@@ -151,32 +155,32 @@ class ReductionOrder:
 
     def _state(self) -> Tensor:
         """Numbers to be agreed on by their maximum over ranks."""
-        first_time, again = [], []
-        for position, unit in enumerate(self.order):
-            pending = any(gradients.arrived_since_reduce for gradients in _gradients_of(unit))
-            first_time.append(float(pending and position >= self._launched))
-            again.append(float(pending and position < self._launched))
+        pending = [float(any(g.arrived_since_reduce for g in _gradients_of(unit))) for unit in self.order]
         present = []
         for slab in self._slabs():
             assert slab.gradients is not None
             had = self._had_gradient.get(slab, set()) | slab.gradients.arrived_since_reduce
             present += [float(index in had) for index in range(len(slab.parameters))]
         tag = float(self._gather_tag)
-        return torch.tensor([self._launched, tag, -tag, *first_time, *again, *present], dtype=torch.float64)
+        return torch.tensor([tag, -tag, *pending, *present], dtype=torch.float64)
 
-    def _learn(self) -> None:
+    def _learn_order(self) -> None:
         """After the first backward, rank 0's order of completion becomes everybody's."""
-        if self._learned:
+        if self._order_is_learned:
             return
-        self._learned = True
-        seen = [self.order.index(unit) for unit in self._ready]
-        agreed = self.control.all_gather_objects(seen)[0]
-        unseen = [position for position in range(len(self.order)) if position not in agreed]
-        self.order = [self.order[position] for position in [*agreed, *unseen]]
+        self._order_is_learned = True
+        seen = self.control.all_gather_objects([self.order.index(unit) for unit in self._ready])[0]
+        unseen = [position for position in range(len(self.order)) if position not in seen]
+        self.order = [self.order[position] for position in [*seen, *unseen]]
+        self._expected = [unit for unit in self.order if unit in self._expected]
 
     def _slabs(self) -> Iterator[Slab]:
         for unit in self.order:
             yield from (slab for slab in unit.slabs if slab.gradients is not None)
+
+    def _gradients(self) -> Iterator[Gradients]:
+        for unit in self.order:
+            yield from _gradients_of(unit)
 
 
 def _gradients_of(unit: Unit) -> Iterator[Gradients]:

@@ -11,6 +11,7 @@ decisions depend on what ranks have in common (order, sizes), never on time, so 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -34,25 +35,32 @@ class Schedule:
         self.units, self.row, self.reductions = units, row, reductions
         self.root = units[0]
         self.live_bytes, self.overlap = live_bytes, overlap
-        self.holding = False  # inside full_params everything stays gathered
+        self.holders = 0  # full_params contexts we are in: everything stays gathered
         self.peak_live_bytes = 0
         self._order: list[Unit] = units[1:]  # the last forward's order; at first the order of definition
         self._trace: list[Unit] = []  # this forward's order so far
         self._position = 0  # in _order while forward runs, in _trace while backward runs
-        self._in_use: dict[Unit, int] = {}
+        self._in_forward: Counter[Unit] = Counter()  # calls under way
+        self._in_backward: Counter[Unit] = Counter()
+        self._kept: set[Unit] = set()  # until backward ends: autograd may come back to them unannounced
+        self._live = 0
 
     # forward
 
     def before_forward(self, unit: Unit) -> None:
         if not in_backward():
             self._follow(unit)
-        self._use(unit)
+        self._use(unit, self._in_forward)
 
-    def after_forward(self, unit: Unit, *, expects_backward: bool) -> None:
-        self._stop_using(unit)
-        if in_backward() or self.holding:
+    def after_forward(self, unit: Unit, *, expects_backward: bool, keep: bool) -> None:
+        """`keep`: what came out may lead autograd back here without passing a hook."""
+        self._in_forward = self._in_forward - Counter([unit])
+        if keep:
+            self._kept.add(unit)
+        if in_backward() or self._is_pinned(unit):
             return
         if unit is self.root and not expects_backward:
+            self._kept.clear()
             self.release_all()
         elif unit is not self.root and not self._is_needed_soon(unit, expects_backward):
             self._release(unit)
@@ -60,8 +68,12 @@ class Schedule:
 
     def _follow(self, unit: Unit) -> None:
         if unit is self.root:
+            if self.root in self._in_forward:
+                return  # a model that calls itself
             self._order, self._trace, self._position = self._trace or self._order, [], 0
             return
+        if len(self._trace) > 4 * len(self.units):  # units called without their root, again and again
+            self._trace.clear()
         self._trace.append(unit)
         if unit in self._order[self._position :]:
             self._position = self._order.index(unit, self._position) + 1
@@ -71,52 +83,56 @@ class Schedule:
     def before_backward(self, unit: Unit) -> None:
         if unit in self._trace:
             self._position = len(self._trace) - 1 - self._trace[::-1].index(unit)
-        self._use(unit)
+        self._use(unit, self._in_backward)
 
     def after_backward(self, unit: Unit) -> None:
-        self._stop_using(unit)
-        if unit not in self._in_use and unit is not self.root and not self.holding:
+        self._in_backward = self._in_backward - Counter([unit])
+        if unit is not self.root and not self._is_pinned(unit):
             self._release(unit)
             self._prefetch(expects_backward=True)
 
     def end_backward(self) -> None:
-        self._in_use.clear()
-        self._trace = self._trace[: len(self.units)]  # without calls of the root nothing else would end it
-        if not self.holding:
-            self.release_all()
+        self._in_backward.clear()
+        self._kept.clear()
+        self.release_all()
 
     # gathering
 
     def refresh(self) -> None:
         """Starts fetching the ranges that other ranks have just updated; each unit's next use waits for its own."""
-        for unit in [self.root, *self._order, *self.units]:
-            if unit.state is State.READY and unit.is_stale:
+        self.wait_all()  # a unit this rank has not used since the last refresh is still on its way
+        for unit in self.units:  # in an order that ranks share, whatever order each ran them in
+            if unit.is_stale:
                 self._gather(unit)
+
+    def wait_all(self) -> None:
+        for unit in self.units:
+            if unit.state is State.GATHERING:
+                unit.wait()
 
     def hold_all(self) -> None:
         """Gathers everything and keeps it until `let_go`."""
-        self.holding = True
+        self.holders += 1
         for unit in self.units:
             self._make_current(unit)
 
     def let_go(self) -> None:
-        self.holding = False
+        self.holders -= 1
         self.release_all()
 
     def release_all(self) -> None:
         for unit in self.units:
-            if unit not in self._in_use:
+            if not self._is_pinned(unit):
                 self._release(unit)
 
-    def _use(self, unit: Unit) -> None:
-        self._in_use[unit] = self._in_use.get(unit, 0) + 1
+    def _is_pinned(self, unit: Unit) -> bool:
+        used = unit in self._in_forward or unit in self._in_backward
+        return used or unit in self._kept or self.holders > 0
+
+    def _use(self, unit: Unit, uses: Counter[Unit]) -> None:
+        uses[unit] += 1
         self._make_current(unit)
         self._prefetch(torch.is_grad_enabled())
-
-    def _stop_using(self, unit: Unit) -> None:
-        count = self._in_use.pop(unit, 0)
-        if count > 1:
-            self._in_use[unit] = count - 1
 
     def _make_current(self, unit: Unit) -> None:
         if unit.state is State.GATHERING:
@@ -127,37 +143,36 @@ class Schedule:
             unit.wait()
 
     def _gather(self, unit: Unit) -> None:
+        if unit.state is State.RELEASED:
+            self._live += unit.full_nbytes
+            self.peak_live_bytes = max(self.peak_live_bytes, self._live)
         unit.gather()
         self.reductions.note_gather(unit)
         if not self.overlap:
             unit.wait()
-        self.peak_live_bytes = max(self.peak_live_bytes, self._live())
 
     def _prefetch(self, expects_backward: bool) -> None:
-        if not self.overlap or not self.row.releases_parameters or self.holding:
+        if not self.overlap or not self.row.releases_parameters:
             return
         for unit in self._upcoming(expects_backward):
             if unit.state is State.RELEASED:
-                if self._live() + unit.full_nbytes > self.live_bytes:
+                if self._live + unit.full_nbytes > self.live_bytes:
                     return
                 self._gather(unit)
 
     def _release(self, unit: Unit) -> None:
         if unit.is_cut and unit.state is not State.RELEASED:
-            if unit.state is State.GATHERING:
-                unit.wait()
+            unit.wait()
             unit.release()
+            self._live -= unit.full_nbytes
 
     def _make_room(self, nbytes: int) -> None:
         """Drops wrong guesses, and units kept for a later use, before the live bytes would pass their bound."""
         for unit in self.units:
-            if self._live() + nbytes <= self.live_bytes or self.holding:
+            if self._live + nbytes <= self.live_bytes:
                 return
-            if unit not in self._in_use:
+            if not self._is_pinned(unit):
                 self._release(unit)
-
-    def _live(self) -> int:
-        return sum(unit.full_nbytes for unit in self.units if unit.state is not State.RELEASED)
 
     def _upcoming(self, expects_backward: bool) -> Iterator[Unit]:
         if in_backward():
@@ -169,7 +184,7 @@ class Schedule:
 
     def _is_needed_soon(self, unit: Unit, expects_backward: bool) -> bool:
         """Whether the units used from now until this one's next use fit the bound together with it."""
-        counted = set(self._in_use)
+        counted = {other for other in self.units if self._is_pinned(other)}
         total = sum(other.full_nbytes for other in counted)
         for other in self._upcoming(expects_backward):
             if other not in counted:

@@ -6,7 +6,7 @@ unchanged. Whatever needs the whole tensor raises an error that names `zf.full`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -25,6 +25,7 @@ class ShardSpec:
     """How one parameter is cut: shared by the parameter, its gradient and its optimizer states."""
 
     name: str
+    unit: str
     shape: torch.Size
     ranges: tuple[tuple[int, int], ...]  # of the flattened parameter, one per rank, in order, some empty
     comm: Comm
@@ -44,6 +45,7 @@ class ShardedTensor(torch.Tensor):
     _local: Tensor
     _spec: ShardSpec
     was_zeroed = False  # by zero_(): for a gradient, the same wish as setting it to None
+    is_unreduced = False  # a gradient of which other ranks still hold local sums
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardedTensor:
@@ -79,6 +81,8 @@ class ShardedTensor(torch.Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; all ranks must call it (the same as `zf.full`)."""
+        if self.is_unreduced:
+            raise RuntimeError(_unreduced(self))
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         flat, comm = whole.view(-1), self._spec.comm
         flat[slice(*self._spec.own)] = self._local
@@ -102,6 +106,45 @@ class ShardedParameter(ShardedTensor):
     """
 
     _is_param = True  # what nn.Parameter's instance check looks for, as for every custom parameter tensor
+
+
+class FaceGradient(ShardedTensor):
+    """The gradient of a sharded face, shown on the whole parameter. It looks it up and does not keep it alive."""
+
+    _face: ShardedParameter
+
+    @staticmethod
+    def __new__(cls, face: ShardedParameter) -> FaceGradient:
+        shape, dtype, device = face.spec.shape, face.dtype, face.device
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._face = face
+        return made
+
+    def _original(self) -> ShardedTensor:
+        gradient = self._face.grad
+        if not isinstance(gradient, ShardedTensor):
+            raise RuntimeError(f"the gradient of '{self._face.spec.name}' was cleared by the optimizer's zero_grad")
+        return gradient
+
+    @property
+    def _local(self) -> Tensor:  # type: ignore[override]
+        return self._original().local
+
+    @property
+    def _spec(self) -> ShardSpec:  # type: ignore[override]
+        return self._face.spec
+
+    @property
+    def was_zeroed(self) -> bool:
+        return self._original().was_zeroed
+
+    @was_zeroed.setter
+    def was_zeroed(self, value: bool) -> None:
+        self._original().was_zeroed = value
+
+    @property
+    def is_unreduced(self) -> bool:  # type: ignore[override]
+        return self._original().is_unreduced
 
 
 class _Kind(Enum):
@@ -152,6 +195,10 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise RuntimeError(_refusal(func, first))
     if rule.kind is _Kind.SAME_DATA:
         return ShardedTensor(first._local, first._spec)
+    if not rule.zeroes:
+        for tensor in _sharded_in(args, kwargs):
+            if tensor.is_unreduced:
+                raise RuntimeError(_unreduced(tensor))
     changed = [kwargs.get(place) if isinstance(place, str) else args[place] for place in rule.written]
     written = [tensor for each in changed for tensor in (each if isinstance(each, (list, tuple)) else (each,))]
     for tensor in written:
@@ -166,14 +213,13 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         local_args = tuple(_local_list(value) for value in args)
         local_kwargs = {key: _local_list(value) for key, value in kwargs.items()}
     else:
-        piece_of = _piece_getter(func, first._spec)
-        local_args = tuple(piece_of(value) for value in args)
-        local_kwargs = {key: piece_of(value) for key, value in kwargs.items()}
+        local_args = tuple(_piece_of(value, func, first._spec) for value in args)
+        local_kwargs = {key: _piece_of(value, func, first._spec) for key, value in kwargs.items()}
     result = func(*local_args, **local_kwargs)
     for tensor in written:  # inner tensors do not count changes made below autograd by themselves
         if isinstance(tensor, ShardedTensor):
             torch.autograd.graph.increment_version(tensor._local)
-            tensor.was_zeroed = rule.zeroes
+            tensor.was_zeroed |= rule.zeroes
     if changed:
         return changed[0] if rule.returns_written else None
     if rule.kind is _Kind.LISTS:
@@ -187,26 +233,23 @@ def _local_list(value: Any) -> Any:
     return value._local if isinstance(value, ShardedTensor) else value
 
 
-def _piece_getter(func: Any, spec: ShardSpec) -> Callable[[Any], Any]:
-    def piece_of(value: Any) -> Any:
-        if isinstance(value, ShardedTensor):
-            if value._spec is not spec and value._spec.ranges != spec.ranges:
-                raise RuntimeError(
-                    f"{func}: '{spec.name}' and '{value._spec.name}' are cut differently; take zf.full of both first"
-                )
-            return value._local
-        if isinstance(value, Tensor) and value.dim() > 0:
-            if value.shape != spec.shape:
-                raise RuntimeError(
-                    f"{func}: '{spec.name}' has shape {tuple(spec.shape)} and is cut over ranks, the other tensor has "
-                    f"shape {tuple(value.shape)}; broadcasting needs the whole: use zf.full"
-                )
-            return spec.cut(value)  # a whole tensor meets a cut one: each rank takes its own range of it
-        if isinstance(value, (list, tuple)):
-            return type(value)(piece_of(item) for item in value)
-        return value
-
-    return piece_of
+def _piece_of(value: Any, func: Any, spec: ShardSpec) -> Any:
+    if isinstance(value, ShardedTensor):
+        if value._spec is not spec and value._spec.ranges != spec.ranges:
+            raise RuntimeError(
+                f"{func}: '{spec.name}' and '{value._spec.name}' are cut differently; take zf.full of both first"
+            )
+        return value._local
+    if isinstance(value, Tensor) and value.dim() > 0:
+        if value.shape != spec.shape:
+            raise RuntimeError(
+                f"{func}: '{spec.name}' has shape {tuple(spec.shape)} and is cut over ranks, the other tensor has "
+                f"shape {tuple(value.shape)}; broadcasting needs the whole: use zf.full"
+            )
+        return spec.cut(value)  # a whole tensor meets a cut one: each rank takes its own range of it
+    if isinstance(value, (list, tuple)):
+        return type(value)(_piece_of(item, func, spec) for item in value)
+    return value
 
 
 def _sharded_in(args: Any, kwargs: Any) -> Iterator[ShardedTensor]:
@@ -217,9 +260,23 @@ def _sharded_in(args: Any, kwargs: Any) -> Iterator[ShardedTensor]:
             yield from _sharded_in(value, {})
 
 
+_NORMS = frozenset({"norm", "linalg_vector_norm", "frobenius_norm", "_foreach_norm"})
+
+
 def _refusal(func: Any, tensor: ShardedTensor) -> str:
     name, spec = func._schema.name.split("::")[1], tensor._spec
-    fix = "read it with zf.full(p) or inside `with zf.full_params(model)`"
-    if "norm" in name:
-        fix = "for gradient clipping call zf.clip_grad_norm_(model, max_norm), otherwise use zf.full(p)"
-    return f"{name} needs all of '{spec.name}' {tuple(spec.shape)}, but this rank holds elements {spec.own}: {fix}"
+    where = f"this rank holds elements {spec.own} of '{spec.name}' {tuple(spec.shape)}"
+    if name in _NORMS:
+        return f"{name} needs the whole tensor, but {where}: clip with zf.clip_grad_norm_(model, norm), or use zf.full"
+    return (
+        f"{name} needs the whole tensor, but {where}: read it with zf.full(p) or inside `with zf.full_params(model)`. "
+        f"In a forward it is whole only while its unit '{spec.unit or 'root'}' is being called; if the weight is used "
+        "without calling that module, choose units that contain the caller"
+    )
+
+
+def _unreduced(tensor: ShardedTensor) -> str:
+    return (
+        f"the gradient of '{tensor._spec.name}' is still a local sum on every rank (no_sync, or accumulate): run the "
+        "last backward outside no_sync, or let the attached optimizer's step() reduce it, before it is read"
+    )

@@ -36,8 +36,8 @@ class Entry:
 class Slab:
     """The parameters of a unit that share dtype and requires_grad, end to end in one flat space."""
 
-    def __init__(self, entries: list[Entry], row: Row, comm: Comm, cache: StorageCache) -> None:
-        self.entries, self.comm = entries, comm
+    def __init__(self, unit: str, entries: list[Entry], row: Row, comm: Comm, cache: StorageCache) -> None:
+        self.unit, self.entries, self.comm = unit, entries, comm
         self.parameters: list[Tensor] = [entry.parameter for entry in entries]
         first = entries[0].parameter
         self.requires_grad = first.requires_grad
@@ -56,13 +56,16 @@ class Slab:
             self.gradients = self._gradients(row)
         self._gathered_version = self.shard._version
 
-    def start_gather(self, unit: str) -> Handle:
+    def start_gather(self) -> Handle:
         self.storage.allocate()
         flat = self.storage.tensor
         if self.has_own_shard:
             self.own_slice(flat).copy_(self.shard)
+        if self.is_stale:
+            # A graph made before the change must not run backward with the new values: torch's own check sees it.
+            torch.autograd.graph.increment_version(self.parameters)
         self._gathered_version = self.shard._version
-        return self.comm.all_gather(flat, unit=unit)
+        return self.comm.all_gather(flat, unit=self.unit)
 
     @property
     def is_stale(self) -> bool:
@@ -84,14 +87,13 @@ class Slab:
             view = self.view(index)
             view.copy_(parameter.detach())
             parameter.data = view
-        unit = self.entries[0].name
         if not self.has_own_shard:
-            self.comm.broadcast(flat, 0, unit=unit).wait()
+            self.comm.broadcast(flat, 0, unit=self.unit).wait()
             # `.data` has a version counter of its own: gathering into the storage is not a change of the shard.
             return self.own_slice(flat.data)
         shard = torch.empty(self.layout.shard_size, dtype=flat.dtype, device=flat.device)
         pieces = list(flat.chunk(self.comm.size)) if self.comm.rank == 0 else None
-        self.comm.scatter(shard, pieces, 0, unit=unit).wait()
+        self.comm.scatter(shard, pieces, 0, unit=self.unit).wait()
         return shard
 
     def _face(self, index: int) -> ShardedParameter:
@@ -99,7 +101,7 @@ class Slab:
         ranges = tuple(
             (piece.start, piece.stop) for piece in (self.layout.pieces(rank)[index] for rank in range(self.comm.size))
         )
-        spec = ShardSpec(self.entries[index].name, parameter.shape, ranges, self.comm)
+        spec = ShardSpec(self.entries[index].name, self.unit, parameter.shape, ranges, self.comm)
         piece = self.layout.pieces(self.comm.rank)[index]
         local = self.shard[piece.shard_start : piece.shard_stop]
         return ShardedParameter(local, spec, requires_grad=parameter.requires_grad)
@@ -108,8 +110,7 @@ class Slab:
         if not row.reduces_to_owner:
             return WholeGradients(self.parameters, self.layout)
         faces = [face for face in self.faces if isinstance(face, ShardedParameter)]
-        whole = not row.parameters.is_cut
-        return CutGradients(self.parameters, faces, self.layout, module_keeps_whole=whole)
+        return CutGradients(self.parameters, faces, self.layout)
 
 
 class State(Enum):
@@ -133,7 +134,6 @@ class Unit:
         self.name, self.module, self.slabs, self.index = name, module, slabs, index
         self.is_cut = row.parameters.is_cut
         self.full_nbytes = sum(slab.storage.full_nbytes for slab in slabs) if self.is_cut else 0
-        self.parents: list[Unit] = []
         self.trainable = sum(len(slab.parameters) for slab in slabs if slab.gradients is not None)
         self._state = State.READY
         self._handles: list[Handle] = []
@@ -157,7 +157,7 @@ class Unit:
     def gather(self) -> None:
         """Starts to complete the storage from all ranks' shards; `wait` ends it."""
         self._enter(State.GATHERING)
-        self._handles = [slab.start_gather(self.name) for slab in self.slabs]
+        self._handles = [slab.start_gather() for slab in self.slabs if self.is_cut or slab.is_stale]
         if not self.is_cut:
             self._guard(self.wait)
 
@@ -172,8 +172,19 @@ class Unit:
         for slab in self.slabs:
             for entry in slab.entries:
                 unguard(entry.parameter)
-                if self.is_cut:
-                    self._put(entry, entry.parameter)
+            if self.is_cut:
+                self._show_whole(slab)
+
+    def _show_whole(self, slab: Slab) -> None:
+        for entry, face in zip(slab.entries, slab.faces, strict=True):
+            if face.requires_grad != entry.parameter.requires_grad:  # the user froze it, or tries to unfreeze it
+                if slab.gradients is None:
+                    raise RuntimeError(
+                        f"'{entry.name}' was frozen when the model was sharded and cannot be unfrozen now: call "
+                        "zf.close(model), set requires_grad, and prepare it again"
+                    )
+                entry.parameter.requires_grad_(face.requires_grad)
+            self._put(entry, entry.parameter)
 
     def release(self) -> None:
         """Frees the gathered memory; the module shows the sharded parameters."""

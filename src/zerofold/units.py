@@ -10,6 +10,9 @@ from torch import nn
 
 from zerofold.unit import Entry
 
+# Containers: nobody calls their forward, so nothing would gather their parameters.
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
 UnitChoice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | int | None
 
 
@@ -44,6 +47,11 @@ def find_units(model: nn.Module, choice: UnitChoice) -> dict[str, nn.Module]:
             f"units={choice!r} must be a module class, a tuple of them, a predicate (name, module) -> bool, "
             "a number of parameters, or None"
         )
+    for name, module in chosen.items():
+        if isinstance(module, _NEVER_CALLED):
+            raise ValueError(
+                f"units: '{name}' is a {type(module).__name__}, which is never called; choose what is in it"
+            )
     return {name: module for name, module in chosen.items() if any(True for _ in module.parameters())}
 
 
@@ -66,12 +74,18 @@ def _by_size(model: nn.Module, inside: dict[str, nn.Module], minimum: int) -> di
     """Bottom-up: a module becomes a unit when the parameters under it not yet in a unit reach the minimum."""
     chosen: dict[str, nn.Module] = {}
     for name, module in reversed(inside.items()):  # children come before their parents
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            continue  # never called, so its hooks would never run
+        if isinstance(module, _NEVER_CALLED) or _is_read_by_attention(inside, name):
+            continue
         taken = {id(p) for unit in chosen if unit.startswith(f"{name}.") for p in chosen[unit].parameters()}
         if sum(p.numel() for p in module.parameters() if id(p) not in taken) >= minimum:
             chosen[name] = module
     return {name: inside[name] for name in inside if name in chosen}
+
+
+def _is_read_by_attention(inside: dict[str, nn.Module], name: str) -> bool:
+    """torch's attention reads its output projection's weight without calling it."""
+    parent = inside.get(name.rpartition(".")[0])
+    return isinstance(parent, nn.MultiheadAttention)
 
 
 def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, list[Entry]]:

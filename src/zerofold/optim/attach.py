@@ -10,52 +10,57 @@ from torch import Tensor
 
 from zerofold.engine import Engine
 from zerofold.optim.clip import clip_grad_norm
-from zerofold.optim.probe import why_not_elementwise
+from zerofold.optim.probe import scalar_states, why_not_elementwise
 from zerofold.sharded import ShardedParameter, ShardedTensor
 
 
-def check_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
-    """Raises with the name and the fix when this optimizer cannot train this model."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], clip: float | None) -> None:
+    """Raises with the name and the fix when these optimizers cannot train this model."""
     if clip is not None and not clip > 0:
         raise ValueError(f"clip={clip} must be a positive norm; leave it out for no clipping")
-    kind = type(optimizer).__name__
-    if optimizer in engine.optimizers:
-        raise ValueError(f"this {kind} is already attached to the model")
     faces = engine.faces()
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    for position, parameter in enumerate(held):
-        if id(parameter) not in faces and parameter.numel():
-            raise ValueError(
-                f"{kind}: parameter {position} of shape {tuple(parameter.shape)} is not one of the model's; build the "
-                "optimizer from this model's parameters"
-            )
-    covered = {id(faces[id(p)][1]) for p in held if id(p) in faces}
-    covered |= {id(p) for other in engine.optimizers for group in other.param_groups for p in group["params"]}
+    covered = {id(p) for other in engine.optimizers for group in other.param_groups for p in group["params"]}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        if optimizer in engine.optimizers:
+            raise ValueError(f"this {type(optimizer).__name__} is already attached to the model")
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for position, parameter in enumerate(held):
+            if id(parameter) not in faces and parameter.numel():
+                raise ValueError(
+                    f"{type(optimizer).__name__}: parameter {position} of shape {tuple(parameter.shape)} is not one of "
+                    "the model's; build the optimizer from this model's parameters"
+                )
+        covered |= {id(faces[id(p)][1]) for p in held if id(p) in faces}
+        _check_elementwise(engine, optimizer)
     missing = [name for name, face in engine.trainable_faces() if id(face) not in covered]
     if missing:
         raise ValueError(
-            f"{kind} misses {len(missing)} trainable parameter(s), first '{missing[0]}': add them to a parameter "
-            "group, or freeze them with requires_grad_(False) before zerofold sees the model"
+            f"{type(optimizers[0]).__name__} misses {len(missing)} trainable parameter(s), first '{missing[0]}': add "
+            "them to a parameter group, attach the optimizer that has them in the same call, or freeze them with "
+            "requires_grad_(False) before zerofold sees the model"
         )
-    if engine.row.optimizer.is_cut:
-        reason = why_not_elementwise(optimizer)
-        if reason is not None:
-            raise ValueError(
-                f"{kind} does not work element by element ({reason}), so it cannot train on even pieces; it needs the "
-                "whole-parameter cut (cut='whole'), or stage 0, where every rank holds whole parameters"
-            )
+
+
+def _check_elementwise(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    reason = why_not_elementwise(optimizer) if engine.row.optimizer.is_cut else None
+    if reason is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} does not work element by element ({reason}), so it cannot train on even "
+            "pieces: it needs the whole-parameter cut (cut='whole'), or stage 0, where nothing is cut"
+        )
 
 
 def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
     faces = engine.faces()
+    scalars = scalar_states(optimizer)
     for group in optimizer.param_groups:
         before = group["params"]
         group["params"] = [faces[id(p)][1] if id(p) in faces else p for p in before]
         for old, new in zip(before, group["params"], strict=True):
             if old is not new and old in optimizer.state:
-                optimizer.state[new] = _cut_state(optimizer.state.pop(old), new)
+                optimizer.state[new] = _cut_state(optimizer.state.pop(old), new, scalars)
         _keep_many_tensor_kernels(group)
     engine.optimizers.append(optimizer)
 
@@ -91,17 +96,17 @@ def _then(closure: Callable[[], Any], afterwards: Callable[[], None]) -> Callabl
     return run
 
 
-def _cut_state(state: dict[str, Any], face: Tensor) -> dict[str, Any]:
+def _cut_state(state: dict[str, Any], face: Tensor, scalars: frozenset[str]) -> dict[str, Any]:
     if not isinstance(face, ShardedParameter):
         return state
 
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.shape == face.shape and not isinstance(value, ShardedTensor):
-            # A scalar parameter's step counter has its shape too, but is no state per element.
-            return ShardedTensor(face.spec.cut(value).clone(), face.spec) if value.dim() > 0 else value
-        return value
+    def cut(key: str, value: Any) -> Any:
+        per_element = isinstance(value, Tensor) and value.shape == face.shape and key not in scalars
+        if not per_element or isinstance(value, ShardedTensor):
+            return value
+        return ShardedTensor(face.spec.cut(value).clone(), face.spec)
 
-    return {key: cut(value) for key, value in state.items()}
+    return {key: cut(key, value) for key, value in state.items()}
 
 
 def _keep_many_tensor_kernels(group: dict[str, Any]) -> None:

@@ -23,19 +23,29 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
     generator = torch.Generator().manual_seed(0)
     start = torch.rand(_ROWS, _COLUMNS, generator=generator) + 0.5
     gradients = [torch.rand(_ROWS, _COLUMNS, generator=generator) - 0.5 for _ in range(_STEPS)]
-    try:
-        whole = _steps(optimizer, [start], [[g] for g in gradients])
-        halves = _steps(optimizer, start.view(-1).chunk(2), [g.view(-1).chunk(2) for g in gradients])
-    except Exception as error:  # the optimizer is the user's: anything may come out of it
-        return f"a step on flat pieces raises {type(error).__name__}: {error}"
-    if not torch.allclose(whole[0].view(-1), torch.cat(halves), rtol=1e-5, atol=1e-7):
-        return "a step on the halves of a matrix differs from a step on the whole"
+    for group in optimizer.param_groups:  # one optimizer may treat its groups by different rules
+        try:
+            whole = _steps(optimizer, group, [start], [[g] for g in gradients])
+            halves = _steps(optimizer, group, start.view(-1).chunk(2), [g.view(-1).chunk(2) for g in gradients])
+        except Exception as error:  # the optimizer is the user's: anything may come out of it
+            return f"a step on flat pieces raises {type(error).__name__}: {error}"
+        if not torch.allclose(whole[0].view(-1), torch.cat(halves), rtol=1e-5, atol=1e-7):
+            return "a step on the halves of a matrix differs from a step on the whole"
     return None
 
 
-def _steps(optimizer: torch.optim.Optimizer, start: Any, gradients: list[Any]) -> list[Tensor]:
+def scalar_states(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Names of states that are one number per parameter, told apart where a parameter has more than one element."""
+    scalars = {"step"}
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, Tensor) and parameter.dim() > 0:
+            scalars |= {key for key, value in state.items() if isinstance(value, Tensor) and value.dim() == 0}
+    return frozenset(scalars)
+
+
+def _steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], start: Any, gradients: list[Any]) -> list[Tensor]:
     parameters = [torch.nn.Parameter(value.clone()) for value in start]
-    twin = _twin(optimizer, parameters)
+    twin = _twin(optimizer, group, parameters)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
@@ -43,33 +53,37 @@ def _steps(optimizer: torch.optim.Optimizer, start: Any, gradients: list[Any]) -
     return [parameter.detach() for parameter in parameters]
 
 
-def _twin(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The same optimizer with the same settings on other parameters, without hooks and without running __init__."""
+def _twin(
+    optimizer: torch.optim.Optimizer, like: dict[str, Any], parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The same optimizer with one group's settings on other parameters, without hooks and without running __init__."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    group = {**optimizer.param_groups[0], "params": parameters}
+    group = {**like, "params": parameters}
     for implementation in ("fused", "foreach", "capturable"):
         if group.get(implementation):
             group[implementation] = False
-    if isinstance(group.get("lr"), Tensor):
-        group["lr"] = float(group["lr"])
+    if "lr" in group:
+        group["lr"] = 0.01  # the user's may be a tensor, or 0 before a warm-up, which would show nothing
     twin.param_groups = [group]
     twin.state = defaultdict(dict)
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
     twin.__dict__.pop("step", None)  # LR schedulers put a counting wrapper on the instance
-    held = next((p for p in optimizer.param_groups[0]["params"] if optimizer.state.get(p)), None)
-    if held is not None:
+    with_state = [p for p in like["params"] if optimizer.state.get(p)]
+    if with_state:
+        held = max(with_state, key=lambda p: p.dim())
+        scalars = scalar_states(optimizer)
         for parameter in parameters:
-            state = optimizer.state[held].items()
-            twin.state[parameter] = {key: _small(value, held, parameter) for key, value in state}
+            twin.state[parameter] = {
+                key: _small(value, parameter, per_element=key not in scalars and value.shape == held.shape)
+                if isinstance(value, Tensor)
+                else value
+                for key, value in optimizer.state[held].items()
+            }
     return twin
 
 
-def _small(value: Any, held: Tensor, parameter: Tensor) -> Any:
-    """A state entry for the small parameter: its own kind of start where the held one has a tensor per element."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == held.shape and value.dim() > 0:
-        return torch.full_like(parameter, 0.1, dtype=value.dtype)
-    return value.detach().clone().cpu()
+def _small(value: Tensor, parameter: Tensor, *, per_element: bool) -> Tensor:
+    """A state entry for the small parameter."""
+    return torch.full_like(parameter, 0.1, dtype=value.dtype) if per_element else value.detach().clone().cpu()
