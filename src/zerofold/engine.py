@@ -21,6 +21,7 @@ from zerofold.schedule import Schedule
 from zerofold.unit import Entry, Slab, Unit
 
 _ATTRIBUTE = "_zerofold_engine"
+_LARGE_ROOT_PARAMETER = 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,14 @@ class Engine:
         bound = live_bound(assigned, groups.gather.size, live_bytes)
         self.units: list[Unit] = []
         for index, (name, entries) in enumerate(assigned.items()):
-            slabs = [Slab(name, part, row, groups.gather, self.cache) for part in _by_kind(entries)]
+            slabs = [Slab(name, part, row, groups.gather, self.cache) for part in _split(name, entries)]
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
         self.reducer = Reducer(groups.reduce, self.pool)
         self.reductions = ReductionOrder(self.units, row, self.reducer, groups.control, accumulate=accumulate)
         self.schedule = Schedule(self.units, row, self.reductions, live_bytes=bound, overlap=overlap)
         self.hooks = Hooks(self.schedule, self.reductions)
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.is_closed = False
         setattr(model, _ATTRIBUTE, self)
 
     @staticmethod
@@ -129,6 +131,7 @@ class Engine:
 
     def remove(self) -> None:
         """Leaves an ordinary model with whole parameters behind."""
+        self.is_closed = True
         self.reducer.finish()
         self.schedule.hold_all()
         self.hooks.remove()
@@ -167,17 +170,23 @@ def check_same_on_all_ranks(control: Comm, lines: list[str]) -> None:
     )
 
 
-def _by_kind(entries: list[Entry]) -> list[list[Entry]]:
-    """Entries of the same dtype and requires_grad together, in the order they came."""
-    kinds: dict[tuple[torch.dtype, bool], list[Entry]] = {}
+def _split(unit: str, entries: list[Entry]) -> list[list[Entry]]:
+    """The slabs of a unit: entries of the same dtype and requires_grad together, in the order they came.
+
+    A large parameter of the root is a slab by itself. Input and output embeddings get their gradients at opposite
+    ends of backward; together they would have to wait for each other.
+    """
+    slabs: dict[tuple[torch.dtype, bool, str], list[Entry]] = {}
     for entry in entries:
-        kinds.setdefault((entry.parameter.dtype, entry.parameter.requires_grad), []).append(entry)
-    return list(kinds.values())
+        p = entry.parameter
+        alone = entry.name if not unit and p.nbytes >= _LARGE_ROOT_PARAMETER else ""
+        slabs.setdefault((p.dtype, p.requires_grad, alone), []).append(entry)
+    return list(slabs.values())
 
 
 def live_bound(assigned: dict[str, list[Entry]], world: int, given: int | None) -> int:
     """How many gathered bytes may exist at once; by default what one unit needs, and one unit ahead."""
-    sizes = {name: sum(_slab_nbytes(part, world) for part in _by_kind(each)) for name, each in assigned.items()}
+    sizes = {name: sum(_slab_nbytes(part, world) for part in _split(name, each)) for name, each in assigned.items()}
 
     def with_outer_units(name: str) -> int:
         return sum(size for outer, size in sizes.items() if outer in ("", name) or name.startswith(f"{outer}."))

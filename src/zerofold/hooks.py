@@ -54,22 +54,18 @@ class Hooks:
         self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         # always_call: a forward that raises, or a recomputation stopped early, must not stay "in use".
         self._handles.append(unit.module.register_forward_hook(after, always_call=True))
-        for slab in unit.slabs:
-            if slab.gradients is not None:
-                for index, parameter in enumerate(slab.parameters):
-                    self._install_on_parameter(unit, slab, index, parameter)
+        for slab in unit.trainable_slabs:
+            for index, parameter in enumerate(slab.parameters):
+                self._install_on_parameter(slab, index, parameter)
 
-    def _install_on_parameter(self, unit: Unit, slab: Slab, index: int, parameter: Tensor) -> None:
-        gradients = slab.gradients
-        assert gradients is not None
-
+    def _install_on_parameter(self, slab: Slab, index: int, parameter: Tensor) -> None:
         def before_accumulate(gradient: Tensor) -> None:
             self._enter_backward()
-            gradients.before_accumulate(index)
+            slab.gradients.before_accumulate(index)
 
         def after_accumulate(parameter: Tensor) -> None:
-            gradients.arrived(index)
-            self.reductions.arrived(unit)
+            slab.gradients.arrived(index)
+            self.reductions.arrived(slab)
 
         self._handles.append(parameter.register_hook(before_accumulate))
         self._handles.append(parameter.register_post_accumulate_grad_hook(after_accumulate))
@@ -146,7 +142,7 @@ class Hooks:
         self.schedule.after_backward(call.unit)
         # Another call of the same module may still add to the same gradients.
         if all(other.ended for other in self._waiting if other.unit is call.unit):
-            self.reductions.ready(call.unit)
+            self.reductions.ended(call.unit)
 
     def _enter_backward(self) -> None:
         if not self._callback_queued:
@@ -186,7 +182,7 @@ class _UnitCall:
     ended: bool = False
 
     def might_get_gradients(self) -> bool:
-        return self.has_input_gradient or self.unit.trainable > 0
+        return self.has_input_gradient or bool(self.unit.trainable_slabs)
 
 
 def _is_leaf_with_grad(value: Any) -> bool:

@@ -49,11 +49,9 @@ class Slab:
         self.has_own_shard = row.parameters.is_cut and comm.size > 1
         self.shard = self._fill_from_rank_zero()
         self.faces: list[Tensor] = list(self.parameters)
-        self.gradients: Gradients | None = None
         if row.optimizer.is_cut and (self.requires_grad or row.parameters.is_cut):
             self.faces = [self._face(index) for index in range(len(entries))]
-        if self.requires_grad:
-            self.gradients = self._gradients(row)
+        self.gradients: Gradients = self._gradients(row)
         self._gathered_version = self.shard._version
 
     def start_gather(self) -> Handle:
@@ -134,7 +132,7 @@ class Unit:
         self.name, self.module, self.slabs, self.index = name, module, slabs, index
         self.is_cut = row.parameters.is_cut
         self.full_nbytes = sum(slab.storage.full_nbytes for slab in slabs) if self.is_cut else 0
-        self.trainable = sum(len(slab.parameters) for slab in slabs if slab.gradients is not None)
+        self.trainable_slabs = [slab for slab in slabs if slab.requires_grad]
         self._state = State.READY
         self._handles: list[Handle] = []
         self._refusals = {entry.name: self._refuse(entry.name) for slab in slabs for entry in slab.entries}
@@ -178,7 +176,7 @@ class Unit:
     def _show_whole(self, slab: Slab) -> None:
         for entry, face in zip(slab.entries, slab.faces, strict=True):
             if face.requires_grad != entry.parameter.requires_grad:  # the user froze it, or tries to unfreeze it
-                if slab.gradients is None:
+                if not slab.requires_grad:
                     raise RuntimeError(
                         f"'{entry.name}' was frozen when the model was sharded and cannot be unfrozen now: call "
                         "zf.close(model), set requires_grad, and prepare it again"

@@ -28,7 +28,7 @@ class Ledger:
                 "parameters": sum(
                     slab.shard.nbytes if slab.has_own_shard else slab.storage.nbytes for slab in engine.slabs()
                 ),
-                "gradients": sum(slab.gradients.nbytes for slab in engine.slabs() if slab.gradients is not None),
+                "gradients": sum(slab.gradients.nbytes for slab in engine.slabs()),
                 "optimizer": sum(_nbytes(value) for value in self._optimizer_tensors()),
             },
             "temporary_bytes": {

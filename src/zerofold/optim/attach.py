@@ -65,11 +65,18 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: flo
     engine.optimizers.append(optimizer)
 
     def finish_gradients() -> None:
-        engine.reductions.before_step()
+        engine.reductions.flush()
         if clip is not None:
             clip_grad_norm(engine, clip)
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if engine.is_closed:
+            if engine.row.optimizer.is_cut:
+                raise RuntimeError(
+                    "the model of this optimizer was closed, so a step would change nothing: build a new optimizer "
+                    "on the model's parameters"
+                )
+            return None
         itself, *positional = args
         closure = kwargs.get("closure", positional[0] if positional else None)
         if closure is None:
@@ -80,7 +87,7 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: flo
         return (itself, _then(closure, finish_gradients), *positional[1:]), rest
 
     def after_step(*_: Any) -> None:
-        if engine.row.refreshes_after_step:
+        if engine.row.refreshes_after_step and not engine.is_closed:
             engine.schedule.refresh()
 
     optimizer.register_step_pre_hook(before_step)
