@@ -157,3 +157,21 @@ def closed(stage: int) -> bool:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_closed_model_is_ordinary_and_can_be_prepared_again(ranks: Any, stage: int) -> None:
     assert ranks(2, closed, stage) == [True, True]
+
+
+def step_after_close(stage: int) -> str:
+    model, optimizer = prepared(stage)
+    zf.close(model)
+    (batch,) = batches(1)
+    model(*batch).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_of_a_closed_model_does_not_step_in_vain(ranks: Any, stage: int) -> None:
+    for answer in ranks(2, step_after_close, stage):
+        assert ("build a new optimizer" in answer) if stage else answer == "stepped"
