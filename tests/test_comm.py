@@ -40,7 +40,7 @@ def all_eight() -> dict[str, Any]:
 
     flat = torch.zeros(2 * world)
     flat[2 * rank : 2 * rank + 2] = float(rank + 1)
-    comm.all_gather(flat, unit="u").wait()
+    comm.all_gather(flat, [2 * r for r in range(world + 1)], unit="u").wait()
     results["all_gather"] = flat.tolist()
 
     out = torch.empty(2)

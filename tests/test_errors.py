@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.models import Block, TinyGPT, batches, make_model
 from tests.ranks import raised
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerofold as zf
 from zerofold.engine import Engine
@@ -62,15 +63,29 @@ def prepare_badly(case: str) -> None:
         optimizer = torch.optim.Adafactor(model.parameters())
     elif case == "lbfgs":
         optimizer = torch.optim.LBFGS(model.parameters())
-    elif case == "meta":
-        with torch.device("meta"):
-            model = TinyGPT()
+    elif case == "meta without init":
+        model.positions.extra = nn.Parameter(torch.empty(3, device="meta"))
         optimizer = torch.optim.AdamW(model.parameters())
+    elif case == "device":
+        settings["device"] = "meta"
+    elif case == "whole cut of nothing":
+        settings |= {"stage": 0, "cut": "whole"}
+    elif case == "no groups":
+        settings["stage"] = "hsdp"
+    elif case == "flat groups":
+        settings |= {"stage": "hpz", "mesh": init_device_mesh("cpu", (2,))}
+    elif case == "even dp":
+        settings |= {"stage": "dp", "cut": "even"}
+    elif case == "cost":
+        settings |= {"cut": "whole", "cost": lambda p: -1.0}
+    elif case == "lbfgs by owner":
+        optimizer = torch.optim.LBFGS(model.parameters())
+        settings["cut"] = "whole"
     zf.prepare(model, optimizer, **settings)
 
 
 CASES = {
-    "stage 7": ("stage=7 does not exist", "choose one of 0, 1, 2, 3"),
+    "stage 7": ("stage=7 does not exist", "choose one of dp, 0, 1, 2, 3, hsdp, hpz"),
     "negative bound": ("live_bytes=-1 must be a positive number", "None for the default"),
     "tiny bound": ("live_bytes=1000 is too small", "raise the bound"),
     "tiny buffer": ("buffer_bytes=1 is too small", "at least 1024"),
@@ -82,14 +97,21 @@ CASES = {
     "different models": ("different models", "build the same model"),
     "different settings": ("stage=2", "stage=3"),
     "clip": ("clip=-1.0 must be a positive norm", "leave it out"),
-    "cut": ("cut='diagonal'", "use cut='even'"),
+    "cut": ("cut='diagonal'", "use cut='even' or cut='whole'"),
     "unit class": ("no module of the model is of that class", "Block"),
     "unit type": ("units='Block' must be a module class", "a predicate"),
     "no optimizer": ("must be a torch.optim.Optimizer, not str", ""),
     "muon": ("Muon does not work element by element", "whole-parameter cut"),
     "adafactor": ("Adafactor does not work element by element", "whole-parameter cut"),
     "lbfgs": ("LBFGS does not work element by element", "whole-parameter cut"),
-    "meta": ("meta device", "to_empty"),
+    "meta without init": ("'positions.extra' was on the meta device and got no values", "pass init="),
+    "device": ("device='meta', but the model is on cpu", "move it there first"),
+    "whole cut of nothing": ("stage='0' has no cut='whole'", "choose one of stages 1, 2, 3"),
+    "no groups": ("stage='hsdp' needs groups of ranks", "mesh=init_device_mesh"),
+    "flat groups": ("stage='hpz' needs groups of ranks", "mesh of two dimensions"),
+    "even dp": ("stage='dp' has no cut='even'", "leave cut out"),
+    "cost": ("cost: -1.0 for 'tokens.weight' is no cost", "at least 0"),
+    "lbfgs by owner": ("LBFGS does not work parameter by parameter", "use stage 0"),
 }
 
 

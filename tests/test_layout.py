@@ -13,7 +13,8 @@ from zerofold.layout import FlatLayout
 @pytest.mark.parametrize("numels", [[1], [33, 1, 640, 7], [1000, 1000], [31] * 9])
 def test_pieces_cover_every_parameter_once(world: int, numels: list[int]) -> None:
     layout = FlatLayout.even(numels, world=world, itemsize=4)
-    assert layout.size == world * layout.shard_size
+    assert len({layout.shard_size(rank) for rank in range(world)}) == 1
+    assert layout.size == world * layout.shard_size(0)
     assert all(offset % 32 == 0 for offset in layout.offsets)
     for index, numel in enumerate(numels):
         covered = [e for rank in range(world) for e in _elements(layout, rank, index)]
@@ -24,17 +25,17 @@ def test_pieces_cover_every_parameter_once(world: int, numels: list[int]) -> Non
 def test_chunks_cover_a_shard_and_fit_the_buffer(buffer: int) -> None:
     layout = FlatLayout.even([640, 5, 333], world=3, itemsize=4)
     chunks = list(layout.chunks(buffer))
-    assert chunks[0][0] == 0
-    assert chunks[-1][1] == layout.shard_size
-    assert all(before[1] == after[0] for before, after in itertools.pairwise(chunks))
-    assert all((stop - start) * 3 <= max(buffer, 3) for start, stop in chunks)
+    assert chunks[0].start == 0
+    assert chunks[-1].start + chunks[-1].widths[0] == layout.shard_size(0)
+    assert all(a.start + a.widths[0] == b.start for a, b in itertools.pairwise(chunks))
+    assert all(sum(chunk.widths) <= max(buffer, 3) for chunk in chunks)
 
 
 def test_parts_of_a_piece_in_chunks_make_the_piece() -> None:
     layout = FlatLayout.even([640, 5, 333], world=2, itemsize=4)
     for rank in range(2):
         for piece in layout.pieces(rank):
-            parts = [piece.within(*chunk) for chunk in layout.chunks(100)]
+            parts = [chunk.part(piece, rank) for chunk in layout.chunks(100)]
             inside = [e for part in parts for e in range(part.start, part.stop)]
             assert inside == list(range(piece.start, piece.stop))
             for part in parts:
@@ -45,5 +46,5 @@ def test_parts_of_a_piece_in_chunks_make_the_piece() -> None:
 def _elements(layout: FlatLayout, rank: int, index: int) -> range:
     piece = layout.pieces(rank)[index]
     if piece.size:  # the shard range must be the one this flat range falls into
-        assert rank * layout.shard_size + piece.shard_start == layout.offsets[index] + piece.start
+        assert layout.bounds[rank] + piece.shard_start == layout.offsets[index] + piece.start
     return range(piece.start, piece.stop)

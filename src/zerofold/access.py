@@ -13,7 +13,7 @@ from zerofold.engine import Engine
 from zerofold.observe.ledger import Ledger
 from zerofold.optim.clip import clip_grad_norm
 from zerofold.sharded import ShardedTensor
-from zerofold.unit import Slab
+from zerofold.slab import Slab
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def full_params(model: nn.Module, *, from_rank: int | None = None) -> Iterator[N
         engine.schedule.wait_all()  # for what an optimizer's step in here has set going
         if from_rank is not None:
             for slab in engine.slabs():
-                engine.groups.gather.broadcast(slab.storage.tensor, from_rank, unit="full_params").wait()
+                engine.groups.everyone.broadcast(slab.storage.tensor, from_rank, unit="full_params").wait()
         _write_back(engine, versions, checked=from_rank is None)
     finally:
         engine.schedule.let_go()
@@ -89,10 +89,13 @@ def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> N
         _check_equal_on_all_ranks(engine, [(n, t) for n, t, c in zip(names, whole, changed, strict=True) if c])
     written = iter(changed.tolist())
     for slab in engine.slabs():
+        is_written = [bool(next(written)) for _ in slab.entries]
         for index, piece in enumerate(slab.layout.pieces(slab.comm.rank)):
-            if next(written) and slab.has_own_shard and piece.size:
+            if is_written[index] and slab.has_own_shard and piece.size:
                 own = slab.view(index).view(-1)[piece.start : piece.stop]
                 slab.shard[piece.shard_start : piece.shard_stop] = own
+        if any(is_written) and slab.has_own_shard:
+            slab.mark_changed()
 
 
 def _differs_from_shard(slab: Slab, index: int) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,13 +52,15 @@ class Traffic:
 
     elements: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     bytes: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    group_bytes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
     number: int = 0
 
-    def record(self, operation: str, unit: str, sent: float, itemsize: int) -> Call:
+    def record(self, operation: str, unit: str, group: str, sent: float, itemsize: int) -> Call:
         self.number += 1
         self.elements[operation, unit] += sent
         self.bytes[operation, unit] += sent * itemsize
+        self.group_bytes[group] += sent * itemsize
         call = Call(self.number, operation, unit, round(sent))
         self.calls.append(call)
         return call
@@ -67,6 +70,9 @@ class Traffic:
         for (operation, _), sent in self.bytes.items():
             total[operation] += sent
         return {operation: round(sent) for operation, sent in total.items()}
+
+    def bytes_by_group(self) -> dict[str, int]:
+        return {group: round(sent) for group, sent in self.group_bytes.items()}
 
     def last(self, count: int = 4) -> str:
         return ", ".join(str(call) for call in list(self.calls)[-count:])
@@ -91,8 +97,10 @@ class Handle:
 class Comm:
     """One process group with its counters. `overlap=False` finishes every call before it returns."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, traffic: Traffic, *, overlap: bool) -> None:
-        self.group, self.device, self.traffic, self.overlap = group, device, traffic, overlap
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, traffic: Traffic, *, overlap: bool, name: str = "all"
+    ) -> None:
+        self.group, self.device, self.traffic, self.overlap, self.name = group, device, traffic, overlap, name
         self.rank, self.size = group.rank(), group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
         # gloo is the slow case below; anything else (nccl, xccl, …) is taken to be best at its own collectives.
@@ -122,13 +130,13 @@ class Comm:
 
         return self._start("reduce", unit, tensor, 1, start, in_place=True)
 
-    def all_gather(self, flat: Tensor, *, unit: str) -> Handle:
-        """Completes `flat` in place: on entry each rank has filled its own of the equal slices."""
+    def all_gather(self, flat: Tensor, bounds: Sequence[int], *, unit: str) -> Handle:
+        """Completes `flat` in place: on entry rank r has filled its slice, flat[bounds[r]:bounds[r + 1]]."""
 
         def start() -> list[Any]:
-            slices = flat.chunk(self.size)
-            if self.is_gloo:
-                return [self._broadcast(piece, source) for source, piece in enumerate(slices)]
+            slices = [flat[low:high] for low, high in pairwise(bounds)]
+            if self.is_gloo or any(piece.numel() != slices[0].numel() for piece in slices):
+                return [self._broadcast(piece, source) for source, piece in enumerate(slices) if piece.numel()]
             return [getattr(dist, _ALL_GATHER)(flat, slices[self.rank], group=self.group, async_op=True)]
 
         return self._start("all_gather", unit, flat, 1, start, in_place=True)
@@ -141,21 +149,33 @@ class Comm:
 
         return self._start("reduce_scatter", unit, rows, 1, start)
 
-    def swap_rows(self, received: Tensor, rows: Tensor, *, unit: str) -> Handle:
-        """The exchange half of a reduce-scatter: row r goes to rank r, the own row stays where it is.
+    def reduce_rows(self, rows: Sequence[Tensor], *, unit: str) -> Handle:
+        """Row r is summed into rank r's, in place: a reduce-scatter of rows of different lengths."""
 
-        `rows` and `received` are [N-1, width]: the rows of the other ranks in rank order. The caller sums.
+        def start() -> list[Any]:
+            return [
+                dist.reduce(row, dst=self.global_ranks[rank], group=self.group, async_op=True)
+                for rank, row in enumerate(rows)
+                if row.numel()
+            ]
+
+        sent = sum(row.numel() for row in rows) * (self.size - 1) / self.size
+        return self._start("reduce_scatter", unit, rows[0], 1, start, sent=sent, in_place=True)
+
+    def swap_rows(self, received: Tensor, rows: Tensor, widths: Sequence[int], *, unit: str) -> Handle:
+        """The exchange half of a reduce-scatter: row r, of widths[r], goes to rank r; the own row stays where it is.
+
+        `rows` holds the other ranks' rows end to end in rank order; `received` gets as many of the own width. The
+        caller sums.
         """
 
         def start() -> list[Any]:
-            width = rows.shape[1]
-            splits = [0 if rank == self.rank else width for rank in range(self.size)]
-            arguments = (received.view(-1), rows.view(-1), splits, splits)
-            return [dist.all_to_all_single(*arguments, group=self.group, async_op=True)]
+            out = [0 if rank == self.rank else width for rank, width in enumerate(widths)]
+            into = [0 if rank == self.rank else widths[self.rank] for rank in range(self.size)]
+            return [dist.all_to_all_single(received, rows, into, out, group=self.group, async_op=True)]
 
         # Every one of these elements goes to another rank, so all count: the same n(N-1)/N as a ring sends.
-        whole_row = self.size / max(1, self.size - 1)
-        return self._start("reduce_scatter", unit, rows, whole_row, start, in_place=True)
+        return self._start("reduce_scatter", unit, rows, 1, start, sent=rows.numel(), in_place=True)
 
     def all_reduce(self, tensor: Tensor, *, unit: str, op: Any = dist.ReduceOp.SUM) -> Handle:
         def start() -> list[Any]:
@@ -202,10 +222,12 @@ class Comm:
         times: float,
         start: Callable[[], list[Any]],
         *,
+        sent: float | None = None,
         in_place: bool = False,
     ) -> Handle:
-        sent = tensor.numel() * times * (self.size - 1) / self.size
-        call = self.traffic.record(operation, unit, sent, tensor.element_size())
+        if sent is None:
+            sent = tensor.numel() * times * (self.size - 1) / self.size
+        call = self.traffic.record(operation, unit, self.name, sent, tensor.element_size())
         try:
             # Alone, an operation in place has nothing to do; the others still copy from input to output.
             works = [] if in_place and self.size == 1 else start()

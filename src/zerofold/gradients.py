@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zerofold.layout import FlatLayout
-from zerofold.reduce import Reducer
+from zerofold.reduce import Reducer, Reduction
 from zerofold.sharded import FaceGradient, ShardedParameter, ShardedTensor
 
 
@@ -25,9 +25,10 @@ class Gradients(Protocol):
     def before_accumulate(self, index: int) -> None: ...
     def arrived(self, index: int) -> None: ...
     def forget_cleared(self) -> None: ...
-    def launch(self, reducer: Reducer, unit: str) -> None: ...
+    def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None: ...
     def settle(self, present: Sequence[bool]) -> None: ...
     def keep_partial(self) -> None: ...
+    def awaiting_across(self) -> set[int]: ...
     def abandon(self) -> None: ...
     @property
     def nbytes(self) -> int: ...
@@ -61,7 +62,7 @@ class WholeGradients:
     def forget_cleared(self) -> None:
         self.arrived_since_reduce = {i for i in self.arrived_since_reduce if self.parameters[i].grad is not None}
 
-    def launch(self, reducer: Reducer, unit: str) -> None:
+    def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None:
         self.arrived_since_reduce.clear()
         if reducer.comm.size == 1:
             return  # what autograd left in p.grad is the mean
@@ -81,6 +82,9 @@ class WholeGradients:
         for index, parameter in enumerate(self.parameters):
             if present[index] and parameter.grad is None:  # only other ranks had one
                 parameter.grad = self._view(self._storage(), index)
+
+    def awaiting_across(self) -> set[int]:
+        return set()
 
     def keep_partial(self) -> None:
         pass  # p.grad holds the local sum, as in DistributedDataParallel under no_sync
@@ -115,6 +119,7 @@ class CutGradients:
     def __init__(self, parameters: list[Tensor], faces: list[ShardedParameter], layout: FlatLayout) -> None:
         self.parameters, self.faces, self.layout = parameters, faces, layout
         self.arrived_since_reduce: set[int] = set()
+        self._awaits_across = False
         self._local: list[Tensor | None] = [None] * len(parameters)
         self._is_shown = [False] * len(parameters)  # as faces[i].grad, which alone keeps it: clearing frees it
         self._holds_value = [False] * len(parameters)  # the shard's piece holds a gradient: add, do not overwrite
@@ -141,21 +146,27 @@ class CutGradients:
         for index in range(len(self.parameters)):
             self._notice_clearing(index)
 
-    def launch(self, reducer: Reducer, unit: str) -> None:
+    def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None:
         self.forget_cleared()
         self.arrived_since_reduce.clear()
+        self._awaits_across = not across and reducer.across is not None
         local, self._local = self._local, [None] * len(self.parameters)
-        if reducer.comm.size == 1:
+        if reducer.comm.size == 1 and reducer.across is None:
             self._adopt(local)
             return
-        reducer.to_owners(local, self.layout, self._storage(), tuple(self._holds_value), unit=unit)
+        accumulate = tuple(self._holds_value)
+        reducer.to_owners(Reduction(unit, local, self.layout, self._storage(), accumulate, across))
         # Zeros where no rank had one. A second reduction in the same backward must add to this one.
         self._holds_value = [True] * len(self.parameters)
 
     def settle(self, present: Sequence[bool]) -> None:
         for index, is_present in enumerate(present):
             if is_present and not (self._flat is None and self._is_shown[index]):  # adopted ones are shown already
-                self._show(index)
+                self._show(index, unreduced=self._awaits_across)
+
+    def awaiting_across(self) -> set[int]:
+        """Which parameters have a gradient that is reduced inside the group and not yet across groups."""
+        return {i for i, is_shown in enumerate(self._is_shown) if is_shown} if self._awaits_across else set()
 
     def keep_partial(self) -> None:
         """Backward ended without a reduction: show that there is a gradient, so that clearing it is noticed."""
@@ -187,11 +198,13 @@ class CutGradients:
             self._holds_value[index] = self._is_shown[index] = False
             self.faces[index].grad = None
             self.arrived_since_reduce.discard(index)
+            self._awaits_across = self._awaits_across and any(self._is_shown)
 
     def _show(self, index: int, adopted: Tensor | None = None, *, unreduced: bool = False) -> None:
         face = self.faces[index]
         if face.grad is None:
-            face.grad = ShardedTensor(self._piece(index) if adopted is None else adopted, face.spec)
+            piece = self._piece(index) if adopted is None else adopted
+            face.grad = ShardedTensor(face.spec.shaped(piece), face.spec)
         assert isinstance(face.grad, ShardedTensor)
         face.grad.is_unreduced = unreduced
         self._is_shown[index] = True
@@ -203,7 +216,7 @@ class CutGradients:
         for index, gradient in enumerate(local):
             shown = self.faces[index].grad
             if gradient is not None and isinstance(shown, ShardedTensor):
-                shown.local.add_(gradient)
+                shown.local.add_(gradient.view_as(shown.local))
             elif gradient is not None:
                 self._show(index, adopted=gradient)
 
@@ -214,7 +227,8 @@ class CutGradients:
     def _storage(self) -> Tensor:
         if self._flat is None:
             like = self.faces[0]
-            self._flat = torch.zeros(self.layout.shard_size, dtype=like.dtype, device=like.device)
+            size = self.layout.shard_size(like.spec.comm.rank)
+            self._flat = torch.zeros(size, dtype=like.dtype, device=like.device)
         return self._flat
 
     @property

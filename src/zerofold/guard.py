@@ -7,6 +7,7 @@ data that is gone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,10 @@ class GuardedParameter(nn.Parameter):
                 _arrive_all(value)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._arrive()  # and from here on it is a plain Parameter
+        return copy.deepcopy(self, memo)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, data away from this rank)"

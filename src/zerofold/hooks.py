@@ -1,6 +1,7 @@
 """Module and autograd events become calls of the schedule and the reduction.
 
-forward of a unit    pre-hook: gather; hook: release.
+forward of a unit    pre-hook: gather; hook: release. A module inside a unit that is called by itself (model.embed(x),
+                     a method other than forward) stands for its unit.
 backward of a unit   begins when a node that made one of its outputs is about to run, ends when a node that made one
                      of its inputs is about to run, or when backward ends.
 a gradient           the parameter's own hooks, before and after autograd accumulates it.
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -21,23 +23,40 @@ from torch.utils.hooks import RemovableHandle
 
 from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule, in_backward
-from zerofold.sharded import ShardedTensor
-from zerofold.unit import Slab, Unit
+from zerofold.sharded import COPYING, PICKLING, ShardedTensor
+from zerofold.slab import Slab
+from zerofold.unit import Unit
+
+T = TypeVar("T")
 
 
 class Hooks:
     """Installed on every unit of one model; `remove` takes everything off again."""
 
-    def __init__(self, schedule: Schedule, reductions: ReductionOrder) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        reductions: ReductionOrder,
+        before_anything: Callable[[], None],
+        check: Callable[[], None],
+    ) -> None:
+        """`before_anything` runs before each outermost forward, `check` before gradients are reduced."""
         self.schedule, self.reductions = schedule, reductions
+        self._before_anything, self._check = before_anything, check
         self._handles: list[RemovableHandle] = []
+        self._watched: set[nn.Module] = set()
         self._running: list[_UnitCall] = []  # forwards under way, innermost last
         # Forwards whose backward may still come. Autograd's nodes keep them alive; a dropped graph drops them.
         self._waiting: WeakSet[_UnitCall] = WeakSet()
         self._begun: list[_UnitCall] = []  # in this backward
         self._callback_queued = False
+        # Backward may run inside a compiled training step, so what autograd calls is kept out of graphs as well.
+        self._begins, self._ends = _untraced(self._begin_call), _untraced(self._end_call_once)
+        self._ends_backward = _untraced(self._end_backward)
         for unit in schedule.units:
             self._install(unit)
+            for slab in unit.slabs:
+                self.install_on(unit, slab)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -51,12 +70,37 @@ class Hooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._after_forward(unit, output)
 
-        self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._watched.add(unit.module)
+        self._put_on(unit.module, _untraced(before), _untraced(after))
+
+    def _put_on(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        self._handles.append(module.register_forward_pre_hook(_ModuleHook(before), prepend=True, with_kwargs=True))
         # always_call: a forward that raises, or a recomputation stopped early, must not stay "in use".
-        self._handles.append(unit.module.register_forward_hook(after, always_call=True))
-        for slab in unit.trainable_slabs:
-            for index, parameter in enumerate(slab.parameters):
+        self._handles.append(module.register_forward_hook(_ModuleHook(after), always_call=True))
+
+    def install_on(self, unit: Unit, slab: Slab) -> None:
+        for index, parameter in enumerate(slab.parameters):
+            if slab.requires_grad:
                 self._install_on_parameter(slab, index, parameter)
+        for module in {module: None for entry in slab.entries for module, _ in entry.sites}:
+            if unit.is_cut and module not in self._watched:
+                self._watched.add(module)
+                self._install_inside(unit, module)
+
+    def _install_inside(self, unit: Unit, module: nn.Module) -> None:
+        """On a module that holds parameters of a unit, for the case that it is called without the unit."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            if torch.compiler.is_compiling() or self.schedule.is_in_use(unit):
+                return None
+            return self._before_forward(unit, args, kwargs, by=module)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling() and self._running and self._running[-1].by is module:
+                self._after_forward(unit, output)
+
+        # Not kept from torch.compile: while it traces they do nothing, so the graph around them stays whole.
+        self._put_on(module, before, after)
 
     def _install_on_parameter(self, slab: Slab, index: int, parameter: Tensor) -> None:
         def before_accumulate(gradient: Tensor) -> None:
@@ -67,26 +111,30 @@ class Hooks:
             slab.gradients.arrived(index)
             self.reductions.arrived(slab)
 
-        self._handles.append(parameter.register_hook(before_accumulate))
-        self._handles.append(parameter.register_post_accumulate_grad_hook(after_accumulate))
+        self._handles.append(parameter.register_hook(_untraced(before_accumulate)))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(_untraced(after_accumulate)))
 
     # forward
 
-    def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _before_forward(
+        self, unit: Unit, args: Any, kwargs: Any, by: nn.Module | None = None
+    ) -> tuple[Any, Any] | None:
         outermost = not self._running
-        call = _UnitCall(unit)
+        call = _UnitCall(unit, by)
         self._running.append(call)
         if outermost and not in_backward():
             self._forget_broken_backward()
             self.reductions.watch_for_updates()
-        self.schedule.before_forward(unit)
+            self._before_anything()
+        self.schedule.before_forward(unit, is_whole_unit=by is None)
+        unit.check_in_place()
         if not torch.is_grad_enabled():
             return None
         if any(_is_leaf_with_grad(value) for value in (*args, *kwargs.values())):
             args = tuple(_behind_a_node(value) for value in args)
             kwargs = {key: _behind_a_node(value) for key, value in kwargs.items()}
         for node in {tensor.grad_fn for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None}:
-            node.register_prehook(self._on_input_gradient(call))
+            node.register_prehook(partial(self._ends, call))
             call.has_input_gradient = True
         return args, kwargs
 
@@ -97,7 +145,7 @@ class Hooks:
         outputs += [t for module in unit.module.modules() for t in tensors_in(_attributes(module))] if outputs else []
         nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
         for node in nodes:
-            node.register_prehook(self._on_output_gradient(call))
+            node.register_prehook(partial(self._begins, call))
         if nodes:
             self._waiting.add(call)
         keep = torch.is_grad_enabled() and not nodes and output is not None and call.might_get_gradients()
@@ -116,24 +164,22 @@ class Hooks:
 
     # backward
 
-    def _on_output_gradient(self, call: _UnitCall) -> Callable[[Any], None]:
-        def begins(gradients: Any) -> None:
-            self._enter_backward()
-            if not call.begun:
-                call.begun = True
-                self._begun.append(call)
-                self.schedule.before_backward(call.unit)
+    def _begin_call(self, call: _UnitCall, gradients: Any) -> None:
+        """A node that made one of the call's outputs is about to run."""
+        self._enter_backward()
+        if not call.begun:
+            call.begun = True
+            self._begun.append(call)
+            self.schedule.before_backward(call.unit)
 
-        return begins
+    def _end_call_once(self, call: _UnitCall, gradients: Any) -> None:
+        """A node that made one of the call's inputs is about to run.
 
-    def _on_input_gradient(self, call: _UnitCall) -> Callable[[Any], None]:
-        def ends(gradients: Any) -> None:
-            # Autograd runs later nodes first, and whatever made an input came before all nodes of this call: the
-            # first such node means that the call's own are through.
-            if call.begun and not call.ended:
-                self._end_call(call)
-
-        return ends
+        Autograd runs later nodes first, and whatever made an input came before all nodes of this call: the first such
+        node means that the call's own are through.
+        """
+        if call.begun and not call.ended:
+            self._end_call(call)
 
     def _end_call(self, call: _UnitCall) -> None:
         call.ended = True
@@ -148,13 +194,14 @@ class Hooks:
         if not self._callback_queued:
             self._callback_queued = True
             self.reductions.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self._ends_backward)
 
     def _end_backward(self) -> None:
         self._callback_queued = False
         self._forget_begun()
         if not torch.is_grad_enabled():
             self.schedule.end_backward()
+        self._check()
         self.reductions.end_backward()
 
     def _forget_broken_backward(self) -> None:
@@ -172,17 +219,42 @@ class Hooks:
         self._begun.clear()
 
 
+class _ModuleHook:
+    """A hook that says so when somebody copies or pickles the module it is on.
+
+    A copy would come with the hooks and the pieces of the original, and train neither.
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RuntimeError(COPYING)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(PICKLING)
+
+
 @dataclasses.dataclass(eq=False)
 class _UnitCall:
     """One forward of a unit, until its backward is through."""
 
     unit: Unit
+    by: nn.Module | None = None  # the module inside the unit that was called without it
     has_input_gradient: bool = False
     begun: bool = False
     ended: bool = False
 
     def might_get_gradients(self) -> bool:
         return self.has_input_gradient or bool(self.unit.trainable_slabs)
+
+
+def _untraced(hook: Callable[..., T]) -> Callable[..., T]:
+    """torch.compile leaves the hook and all it calls alone: a graph may not hold what gathers and frees memory."""
+    return torch.compiler.disable(hook, reason="zerofold's hooks run between graphs")
 
 
 def _is_leaf_with_grad(value: Any) -> bool:

@@ -1,16 +1,20 @@
 """Integers only: where each parameter lies in its slab's flat space, and which rank owns which range.
 
-flat space of one slab, N = 3 ranks ('.' is padding: parameters start on 128 bytes, shards are equal)
+flat space of one slab, N = 3 ranks ('.' is padding: parameters start on 128 bytes)
 
-| w w w w w w w w w w|b b .|u u u u u u u u u .|
-| rank 0        | rank 1         | rank 2       |
+even cut    | w w w w w w w w w w|b b .|u u u u u u u u u .|      shards are equal
+            | rank 0        | rank 1         | rank 2       |
+
+by owner    | u u u u u u u u u .|w w w w w w w w w w|b b .|      parameters ordered by their owner
+            | rank 0             | rank 1            | 2    |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 ALIGNMENT_BYTES = 128
 
@@ -42,33 +46,57 @@ class Piece:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The even cut of a list of flattened parameters over `world` ranks.
+    """The cut of a list of flattened parameters over ranks: rank r's shard is flat[bounds[r]:bounds[r + 1]].
 
     >>> layout = FlatLayout.even([100, 7], world=2, itemsize=4)
-    >>> layout.offsets, layout.size, layout.shard_size
-    ((0, 128), 192, 96)
+    >>> layout.offsets, layout.bounds
+    ((0, 128), (0, 96, 192))
     >>> layout.pieces(1)[0].start, layout.pieces(1)[0].stop, layout.pieces(1)[1].size
     (96, 100, 7)
     """
 
     numels: tuple[int, ...]
     offsets: tuple[int, ...]
-    size: int
-    world: int
+    bounds: tuple[int, ...]
 
     @classmethod
-    def even(cls, numels: list[int], *, world: int, itemsize: int) -> FlatLayout:
+    def even(cls, numels: Sequence[int], *, world: int, itemsize: int) -> FlatLayout:
         step = max(1, ALIGNMENT_BYTES // itemsize)
         offsets, end = [], 0
         for numel in numels:
             offsets.append(end)
-            end += -(-numel // step) * step
-        shard = -(-end // (world * step)) * step
-        return cls(tuple(numels), tuple(offsets), shard * world, world)
+            end += _round_up(numel, step)
+        shard = _round_up(-(-end // world), step)
+        return cls(tuple(numels), tuple(offsets), tuple(shard * rank for rank in range(world + 1)))
+
+    @classmethod
+    def by_owner(cls, numels: Sequence[int], owners: Sequence[int], *, world: int, itemsize: int) -> FlatLayout:
+        """Each parameter whole at its owner.
+
+        >>> layout = FlatLayout.by_owner([100, 7], [1, 0], world=2, itemsize=4)
+        >>> layout.offsets, layout.bounds, layout.pieces(1)[0].size, layout.pieces(1)[1].size
+        ((32, 0), (0, 32, 160), 100, 0)
+        """
+        step = max(1, ALIGNMENT_BYTES // itemsize)
+        offsets, bounds, end = [0] * len(numels), [0], 0
+        for rank in range(world):
+            for index, owner in enumerate(owners):
+                if owner == rank:
+                    offsets[index] = end
+                    end += _round_up(numels[index], step)
+            bounds.append(end)
+        return cls(tuple(numels), tuple(offsets), tuple(bounds))
 
     @property
-    def shard_size(self) -> int:
-        return self.size // self.world
+    def world(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def size(self) -> int:
+        return self.bounds[-1]
+
+    def shard_size(self, rank: int) -> int:
+        return self.bounds[rank + 1] - self.bounds[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What `rank` owns of each parameter, one entry per parameter, empty ones included."""
@@ -79,18 +107,52 @@ class FlatLayout:
         return tuple(tuple(self._piece(i, rank) for i in range(len(self.numels))) for rank in range(self.world))
 
     def _piece(self, index: int, rank: int) -> Piece:
-        shard_start = rank * self.shard_size
+        shard_start, shard_stop = self.bounds[rank], self.bounds[rank + 1]
         low, high = self.offsets[index], self.offsets[index] + self.numels[index]
         start = min(max(low, shard_start), high)
-        stop = max(min(high, shard_start + self.shard_size), start)
+        stop = max(min(high, shard_stop), start)
         return Piece(index, start - low, stop - low, max(start - shard_start, 0))
 
-    def chunks(self, buffer_elements: int) -> Iterator[tuple[int, int]]:
-        """Ranges of a shard such that one range from every rank fits a buffer of `buffer_elements`.
+    def chunks(self, buffer_elements: int) -> Iterator[Chunk]:
+        """Ranges of the shards such that one range from every rank fits a buffer of `buffer_elements`.
 
-        >>> list(FlatLayout.even([320], world=2, itemsize=4).chunks(buffer_elements=128))
-        [(0, 64), (64, 128), (128, 160)]
+        >>> [chunk.widths for chunk in FlatLayout.even([320], world=2, itemsize=4).chunks(buffer_elements=128)]
+        [(64, 64), (64, 64), (32, 32)]
         """
         width = max(1, buffer_elements // self.world)
-        for start in range(0, self.shard_size, width):
-            yield start, min(start + width, self.shard_size)
+        sizes = [high - low for low, high in pairwise(self.bounds)]
+        for start in range(0, max(sizes), width):
+            yield Chunk(start, tuple(min(max(size - start, 0), width) for size in sizes))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The same range of every rank's shard, as far as each shard reaches."""
+
+    start: int
+    widths: tuple[int, ...]  # by rank
+
+    @property
+    def is_even(self) -> bool:
+        return len(set(self.widths)) == 1
+
+    def part(self, piece: Piece, rank: int) -> Piece:
+        """What of rank's piece lies in this chunk."""
+        return piece.within(self.start, self.start + self.widths[rank])
+
+
+def balance(costs: Sequence[float], world: int) -> list[int]:
+    """An owner for each item so that the ranks' sums are close: the costliest first, to the rank with the least.
+
+    >>> balance([5, 1, 4, 3, 3], world=2)
+    [0, 1, 1, 1, 0]
+    """
+    owners, load = [0] * len(costs), [0.0] * world
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        owners[index] = min(range(world), key=lambda rank: (load[rank], rank))
+        load[owners[index]] += costs[index]
+    return owners
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,14 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofold.comm import Comm
-from zerofold.engine import Engine, Groups, check_same_on_all_ranks, fingerprint, live_bound, make_control
+from zerofold.agree import agree, check_same_on_all_ranks, fingerprint
+from zerofold.dealing import Cost, choose_owners, live_bound
+from zerofold.engine import Engine
+from zerofold.groups import Groups, destroy, make_control, ranks_along
+from zerofold.materialise import Init, Materialiser, on_meta
 from zerofold.optim.attach import attach_optimizer, check_optimizers
-from zerofold.placement import Row, row
-from zerofold.unit import Entry
+from zerofold.placement import AXES, Row, row
+from zerofold.slab import Entry
 from zerofold.units import UnitChoice, assign, find_units
 
-T = TypeVar("T")
 Model = TypeVar("Model", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
@@ -31,9 +32,12 @@ def prepare(
     *,
     stage: int | str = 3,
     units: UnitChoice = None,
-    cut: str = "even",
+    cut: str | None = None,
     clip: float | None = None,
     mesh: DeviceMesh | None = None,
+    cost: Cost | None = None,
+    init: Init | None = None,
+    device: torch.device | str | None = None,
     live_bytes: int | None = None,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     accumulate: int = 1,
@@ -41,7 +45,8 @@ def prepare(
 ) -> tuple[Model, Opt]:
     """Shards `model` and re-bases `optimizer` on it, both in place; returns the same two objects.
 
-    Arguments: see `shard` for all but `clip`, the largest gradient norm, applied in every `optimizer.step()`.
+    Arguments: see `shard` for all but `clip`, the largest gradient norm, applied in every `optimizer.step()`. An
+    optimizer with a method `update_cost(parameter)` gives the cost by which owners are balanced.
 
     >>> import torch, zerofold as zf
     >>> model = torch.nn.Linear(64, 64)
@@ -55,6 +60,9 @@ def prepare(
         units=units,
         cut=cut,
         mesh=mesh,
+        cost=cost or getattr(optimizer, "update_cost", None),
+        init=init,
+        device=device,
         live_bytes=live_bytes,
         buffer_bytes=buffer_bytes,
         accumulate=accumulate,
@@ -73,8 +81,11 @@ def shard(
     *,
     stage: int | str = 3,
     units: UnitChoice = None,
-    cut: str = "even",
+    cut: str | None = None,
     mesh: DeviceMesh | None = None,
+    cost: Cost | None = None,
+    init: Init | None = None,
+    device: torch.device | str | None = None,
     live_bytes: int | None = None,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     accumulate: int = 1,
@@ -82,10 +93,16 @@ def shard(
 ) -> Model:
     """Places the model's states over the ranks as the stage says, in place; every rank starts from rank 0's weights.
 
-    stage         0 (DDP), 1, 2 or 3
+    stage         0 (DDP), 1, 2 or 3; "dp" (one rank updates), "hsdp" (stage 3 inside groups that repeat each other),
+                  "hpz" (stage 3 over all, gathered again inside the group)
+    cut           "even" ranges, or "whole" parameters, each with one owner (stages 1 to 3)
     units         modules gathered as one: a class or classes, a predicate (name, module), a least number of
                   parameters, or None to find repeated blocks
-    mesh          a one-dimensional DeviceMesh to shard over; all ranks by default
+    mesh          a DeviceMesh to shard over, of one dimension or of two (groups × ranks in a group); else all ranks
+    cost          with cut="whole": what updating a parameter costs, to balance owners by; its bytes by default
+    init          for a model on the meta device: fills the parameters and buffers of one module. By default Hugging
+                  Face's or torch's own way. Each unit gets memory, values, and is cut before the next.
+    device        where a model on the meta device goes; the accelerator if there is one, else the CPU
     live_bytes    bound on gathered parameter bytes at any time (stage 3); by default a unit and one ahead
     buffer_bytes  size of one fused communication buffer
     accumulate    backwards that make a step: where gradients stay whole (stages 0 and 1), only the last one reduces
@@ -101,36 +118,33 @@ def shard(
             "there is no process group yet: start the script with torchrun (or zerofold launch) and call "
             "torch.distributed.init_process_group() before zerofold"
         )
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"mesh has {mesh.ndim} dimensions; pass the one to shard over, for example mesh['data']")
+    if mesh is not None and not 1 <= mesh.ndim <= 2:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions; pass the one or two to shard over, for example mesh['data']"
+        )
     control = make_control(mesh, overlap=overlap)
     try:
-        plan = _agree(
-            control, lambda: _plan(model, stage, units, cut, live_bytes, buffer_bytes, accumulate, control.size)
-        )
+        plan = agree(control, lambda: _plan(model, stage, cut, units, mesh, cost, live_bytes, device))
+        agree(control, lambda: _check_numbers(buffer_bytes=buffer_bytes, accumulate=accumulate))
         numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
-        settings = f"stage={plan.row.name}, overlap={overlap}, {numbers}"
+        settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}"
         check_same_on_all_ranks(control, fingerprint(plan.assigned, settings))
     except Exception:
-        dist.destroy_process_group(control.group)
+        destroy(mesh, [control.group])
         raise
-    groups = Groups.make(mesh, control, plan.device)
     Engine(
         model,
         plan.row,
         plan.assigned,
         plan.modules,
-        groups,
+        Groups.make(mesh, plan.row, control, plan.device),
+        plan.device,
+        materialiser=Materialiser(model, plan.modules, plan.device, init) if on_meta(model) else None,
         live_bytes=live_bytes,
         buffer_bytes=buffer_bytes,
         accumulate=accumulate,
         overlap=overlap,
     )
-    for name, buffer in model.named_buffers():
-        if buffer.numel() and not buffer.is_meta:
-            from_rank_zero = buffer.contiguous()
-            groups.gather.broadcast(from_rank_zero, 0, unit=name).wait()
-            buffer.copy_(from_rank_zero)
     return model
 
 
@@ -148,8 +162,9 @@ def attach(model: nn.Module, optimizer: Opt, *others: torch.optim.Optimizer, cli
     >>> zf.close(model)
     """
     engine = Engine.of(model)
+    engine.take_in_changes()
     everyone: list[torch.optim.Optimizer] = [optimizer, *others]
-    _agree(engine.groups.control, lambda: check_optimizers(engine, everyone, clip))
+    agree(engine.groups.control, lambda: check_optimizers(engine, everyone, clip))
     for each in everyone:
         attach_optimizer(engine, each, clip)
     return optimizer
@@ -180,50 +195,53 @@ class _Plan:
 def _plan(
     model: nn.Module,
     stage: int | str,
+    cut: str | None,
     units: UnitChoice,
-    cut: str,
+    mesh: DeviceMesh | None,
+    cost: Cost | None,
     live_bytes: int | None,
-    buffer_bytes: int,
-    accumulate: int,
-    world: int,
+    device: torch.device | str | None,
 ) -> _Plan:
-    chosen = row(stage)
-    if cut != "even":
-        raise ValueError(f"cut={cut!r} is not available in this version; use cut='even'")
+    chosen = row(stage, cut)
+    if (chosen.reduces_across or chosen.copy is not None) and (mesh is None or mesh.ndim != 2):
+        raise ValueError(
+            f"stage={chosen.name!r} needs groups of ranks: pass a mesh of two dimensions, for example "
+            "mesh=init_device_mesh('cuda', (nodes, gpus_per_node), mesh_dim_names=('across', 'inside'))"
+        )
     if live_bytes is not None and live_bytes <= 0:
         raise ValueError(f"live_bytes={live_bytes} must be a positive number of bytes, or None for the default")
+    if Engine.is_on(model):
+        raise ValueError("this model is already sharded; call zf.close(model) first to shard it another way")
+    found = _device_of(model, mesh, device)
+    modules = find_units(model, units)
+    assigned = assign(model, modules)
+    world = len(ranks_along(mesh, chosen.optimizer.axes or AXES))
+    choose_owners(assigned, chosen, world, cost)
+    live_bound(assigned, chosen, world, live_bytes)
+    return _Plan(chosen, found, modules, assigned)
+
+
+def _check_numbers(*, buffer_bytes: int, accumulate: int) -> None:
     if buffer_bytes < 1024:
         raise ValueError(f"buffer_bytes={buffer_bytes} is too small for a communication buffer; give at least 1024")
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate} must be the number of backwards in a step, at least 1")
-    if Engine.is_on(model):
-        raise ValueError("this model is already sharded; call zf.close(model) first to shard it another way")
-    device = _device_of(model)
-    modules = find_units(model, units)
-    assigned = assign(model, modules)
-    live_bound(assigned, world, live_bytes)
-    return _Plan(chosen, device, modules, assigned)
 
 
-def _agree(control: Comm, make: Callable[[], T]) -> T:
-    """The result of `make`, or an error on every rank when it fails on any."""
-    try:
-        made = make()
-    except Exception as error:
-        control.raise_together(error)
-        raise
-    control.raise_together(None)
-    return made
-
-
-def _device_of(model: nn.Module) -> torch.device:
+def _device_of(model: nn.Module, mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch.device:
     devices = {p.device for p in model.parameters() if p.numel()}
     if not devices:
         raise ValueError(f"this {type(model).__name__} has no parameters, so there is nothing to shard")
-    if len(devices) > 1:
-        found = ", ".join(sorted(str(device) for device in devices))
-        raise ValueError(f"the model's parameters are on {found}; move it to one device first")
-    device = devices.pop()
-    if device.type == "meta":
-        raise ValueError("the model is on the meta device and has no values; materialise it with model.to_empty first")
-    return device
+    real = {device for device in devices if device.type != "meta"}
+    if len(real) > 1:
+        names = ", ".join(sorted(str(device) for device in real))
+        raise ValueError(f"the model's parameters are on {names}; move it to one device first")
+    if real:
+        (device,) = real
+        if wanted is not None and torch.device(wanted).type != device.type:
+            raise ValueError(
+                f"device={str(wanted)!r}, but the model is on {device}: move it there first, or leave device out"
+            )
+        return device
+    kind = mesh.device_type if mesh is not None else torch.accelerator.current_accelerator(check_available=True)
+    return torch.empty(0, device=wanted or kind or "cpu").device  # with its index, as parameters will have it

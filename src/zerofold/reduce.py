@@ -6,28 +6,44 @@ local gradients    | ....a0.. | ....a1.. | ....a2.. |     the chunk's range of e
 rows to send         a0/3 → 0     (stays)    a2/3 → 2
 rows received        1's range from rank 0, from rank 2
 own shard  (+)=      row of 0  +  a1/3  +  row of 2       in rank order, whatever rank sums
+
+Where several groups hold the same shard, each chunk that is through inside the group is averaged across groups.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerofold.comm import Comm
-from zerofold.layout import FlatLayout
+from zerofold.comm import Comm, Handle
+from zerofold.layout import Chunk, FlatLayout
 from zerofold.memory import BufferPool
 
 _IN_FLIGHT = 2  # one being filled or summed while one is on the wire
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """shard (+)= this rank's range of the mean over ranks of the flattened `gradients` (None counts as zero)."""
+
+    unit: str
+    gradients: Sequence[Tensor | None]
+    layout: FlatLayout
+    shard: Tensor
+    accumulate: Sequence[bool]  # by parameter: add to what the shard holds, or overwrite it
+    across: bool  # also over the groups that hold the same shard
+
+
 class Reducer:
     """Starts reductions and finishes the oldest when too many are under way. Averages: the sum is divided by N."""
 
-    def __init__(self, comm: Comm, pool: BufferPool) -> None:
-        self.comm, self.pool = comm, pool
+    def __init__(self, comm: Comm, across: Comm | None, pool: BufferPool) -> None:
+        self.comm, self.across, self.pool = comm, across, pool
         self._pending: deque[Callable[[], None]] = deque()
 
     def all_reduce(self, flat: Tensor, *, unit: str) -> None:
@@ -35,21 +51,11 @@ class Reducer:
         handle = self.comm.all_reduce(flat, unit=unit)
         self._pending.append(handle.wait)  # in place, no buffer: any number may be in flight
 
-    def to_owners(
-        self,
-        gradients: Sequence[Tensor | None],
-        layout: FlatLayout,
-        shard: Tensor,
-        accumulate: Sequence[bool],
-        *,
-        unit: str,
-    ) -> None:
-        """shard (+)= this rank's range of the mean over ranks of the flattened `gradients` (None counts as zero)."""
-        start = self._exchange if self.comm.is_gloo else self._reduce_scatter
-        for chunk in layout.chunks(self.pool.capacity(shard.dtype)):
+    def to_owners(self, reduction: Reduction) -> None:
+        for chunk in reduction.layout.chunks(self.pool.capacity(reduction.shard.dtype)):
             while len(self._pending) >= _IN_FLIGHT:
                 self._pending.popleft()()
-            self._pending.append(start(gradients, layout, shard, accumulate, chunk, unit))
+            self._pending.append(self._start(reduction, chunk))
             if not self.comm.overlap:
                 self.finish()
 
@@ -57,85 +63,86 @@ class Reducer:
         while self._pending:
             self._pending.popleft()()
 
-    def _exchange(
-        self,
-        gradients: Sequence[Tensor | None],
-        layout: FlatLayout,
-        shard: Tensor,
-        accumulate: Sequence[bool],
-        chunk: tuple[int, int],
-        unit: str,
-    ) -> Callable[[], None]:
-        comm, width = self.comm, chunk[1] - chunk[0]
-        others = [rank for rank in range(comm.size) if rank != comm.rank]
-        size = len(others) * width
-        sent, got = (self.pool.take(size, shard.dtype, shard.device) for _ in range(2))
-        rows, received = sent[:size].view(-1, width), got[:size].view(-1, width)
-        for row, rank in zip(rows, others, strict=True):
-            _pack(row, gradients, layout, rank, chunk, 1 / comm.size)
-        handle = comm.swap_rows(received, rows, unit=unit)
+    def _start(self, reduction: Reduction, chunk: Chunk) -> Callable[[], None]:
+        rank = self.comm.rank
+        arriving = self._exchange(reduction, chunk) if self.comm.is_gloo else self._own_form(reduction, chunk)
 
         def finish() -> None:
-            handle.wait()
-            for piece in layout.pieces(comm.rank):
-                part = piece.within(*chunk)
+            arriving.handle.wait()
+            for piece in reduction.layout.pieces(rank):
+                part = chunk.part(piece, rank)
                 if part.size:
-                    target = shard[part.shard_start : part.shard_stop]
-                    columns = slice(part.shard_start - chunk[0], part.shard_stop - chunk[0])
-                    gradient = gradients[part.index]
+                    gradient = reduction.gradients[part.index]
                     own = None if gradient is None else gradient[part.start : part.stop]
-                    others_parts = [row[columns] for row in received]
-                    _mean_in_rank_order(target, others_parts, own, comm.rank, accumulate[part.index])
-            self.pool.give(sent)
-            self.pool.give(got)
+                    target = reduction.shard[part.shard_start : part.shard_stop]
+                    columns = slice(part.shard_start - chunk.start, part.shard_stop - chunk.start)
+                    arriving.add_to(target, columns, own, reduction.accumulate[part.index])
+            for buffer in arriving.buffers:
+                self.pool.give(buffer)
+            if reduction.across and chunk.widths[rank]:
+                self._average_across(reduction.shard[chunk.start : chunk.start + chunk.widths[rank]], reduction.unit)
 
         return finish
 
-    def _reduce_scatter(
-        self,
-        gradients: Sequence[Tensor | None],
-        layout: FlatLayout,
-        shard: Tensor,
-        accumulate: Sequence[bool],
-        chunk: tuple[int, int],
-        unit: str,
-    ) -> Callable[[], None]:
-        comm, width = self.comm, chunk[1] - chunk[0]
-        sent = self.pool.take(comm.size * width, shard.dtype, shard.device)
-        got = self.pool.take(width, shard.dtype, shard.device)
-        rows, summed = sent[: comm.size * width], got[:width]
-        for rank, row in enumerate(rows.view(-1, width)):
-            _pack(row, gradients, layout, rank, chunk, 1 / comm.size)
-        handle = comm.reduce_scatter(summed, rows, unit=unit)
+    def _average_across(self, part: Tensor, unit: str) -> None:
+        """Every group has added its own mean. What was there before is the same in all, so averaging keeps it."""
+        assert self.across is not None
+        self._pending.append(self.across.all_reduce(part.mul_(1 / self.across.size), unit=unit).wait)
 
-        def finish() -> None:
-            handle.wait()
-            for piece in layout.pieces(comm.rank):
-                part = piece.within(*chunk)
-                if part.size:
-                    target = shard[part.shard_start : part.shard_stop]
-                    mean = summed[part.shard_start - chunk[0] : part.shard_stop - chunk[0]]
-                    target.add_(mean) if accumulate[part.index] else target.copy_(mean)
-            self.pool.give(sent)
-            self.pool.give(got)
+    def _exchange(self, reduction: Reduction, chunk: Chunk) -> _Arriving:
+        """Rows go to their owners, who sum them."""
+        comm, shard = self.comm, reduction.shard
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        size, width = sum(chunk.widths[rank] for rank in others), chunk.widths[comm.rank]
+        sent = self.pool.take(size, shard.dtype, shard.device)
+        got = self.pool.take(len(others) * width, shard.dtype, shard.device)
+        for rank, row in zip(others, sent[:size].split([chunk.widths[rank] for rank in others]), strict=True):
+            _pack(row, reduction, rank, chunk, 1 / comm.size)
+        received = got[: len(others) * width]
+        handle = comm.swap_rows(received, sent[:size], chunk.widths, unit=reduction.unit)
 
-        return finish
+        def add_to(target: Tensor, columns: slice, own: Tensor | None, accumulate: bool) -> None:
+            rows = [row[columns] for row in received.view(len(others), width)]
+            _mean_in_rank_order(target, rows, own, comm.rank, accumulate)
+
+        return _Arriving(handle, add_to, [sent, got])
+
+    def _own_form(self, reduction: Reduction, chunk: Chunk) -> _Arriving:
+        """The backend sums."""
+        comm, shard, widths = self.comm, reduction.shard, chunk.widths
+        sent = self.pool.take(sum(widths), shard.dtype, shard.device)
+        rows = sent[: sum(widths)].split(widths)
+        for rank, row in enumerate(rows):
+            _pack(row, reduction, rank, chunk, 1 / comm.size)
+        mean, buffers = rows[comm.rank], [sent]
+        if chunk.is_even:
+            got = self.pool.take(widths[0], shard.dtype, shard.device)
+            mean, buffers = got[: widths[0]], [sent, got]
+            handle = comm.reduce_scatter(mean, sent[: sum(widths)], unit=reduction.unit)
+        else:
+            handle = comm.reduce_rows(rows, unit=reduction.unit)
+
+        def add_to(target: Tensor, columns: slice, own: Tensor | None, accumulate: bool) -> None:
+            target.add_(mean[columns]) if accumulate else target.copy_(mean[columns])
+
+        return _Arriving(handle, add_to, buffers)
 
 
-def _pack(
-    row: Tensor,
-    gradients: Sequence[Tensor | None],
-    layout: FlatLayout,
-    rank: int,
-    chunk: tuple[int, int],
-    scale: float,
-) -> None:
+class _Arriving(NamedTuple):
+    """One chunk on the wire: when it is there, `add_to(target, columns, own, accumulate)` brings a part home."""
+
+    handle: Handle
+    add_to: Callable[[Tensor, slice, Tensor | None, bool], None]
+    buffers: list[Tensor]
+
+
+def _pack(row: Tensor, reduction: Reduction, rank: int, chunk: Chunk, scale: float) -> None:
     """row = scale × this rank's gradients in `rank`'s part of the chunk; the division costs nothing in the copy."""
-    for piece in layout.pieces(rank):
-        part = piece.within(*chunk)
+    for piece in reduction.layout.pieces(rank):
+        part = chunk.part(piece, rank)
         if part.size:
-            target = row[part.shard_start - chunk[0] : part.shard_stop - chunk[0]]
-            gradient = gradients[part.index]
+            target = row[part.shard_start - chunk.start : part.shard_stop - chunk.start]
+            gradient = reduction.gradients[part.index]
             if gradient is None:
                 target.zero_()
             else:
@@ -146,7 +153,9 @@ def _mean_in_rank_order(target: Tensor, others: list[Tensor], own: Tensor | None
     """target (+)= others[0] + … + own/N + … in rank order. `others` come divided already and serve as scratch."""
     world = len(others) + 1
     scale = 1 / world
-    if own is not None and world & (world - 1):
+    if not others:
+        others = [torch.zeros_like(target)]  # a group of one: only other groups have something to add
+    elif own is not None and world & (world - 1):
         # Dividing by a power of two is exact, so below it may be fused into the addition; otherwise it must round
         # the same way as on the rank that sent its part.
         own, scale = own * scale, 1.0

@@ -3,8 +3,8 @@
 The slabs that had a gradient on any rank last time are expected this time. Each is reduced as soon as it and all
 expected slabs before it are complete; when backward ends, every rank reduces the rest of them, with zeros where it
 has nothing. Then one all-reduce of a few numbers tells which slabs are still left on any rank (unexpected ones, or
-gradients that came twice), which parameters have a gradient anywhere, and whether all ranks gathered the same units
-in the same order.
+gradients that came twice), which parameters have a gradient anywhere, which buffers changed, and whether all ranks
+gathered the same units in the same order.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerofold.buffers import Buffers
 from zerofold.comm import Comm
 from zerofold.placement import Row
 from zerofold.reduce import Reducer
-from zerofold.unit import Slab, Unit
+from zerofold.slab import Slab
+from zerofold.unit import Unit
 
 _TAG_RANGE = 2**31 - 1
 
@@ -26,8 +28,11 @@ _TAG_RANGE = 2**31 - 1
 class ReductionOrder:
     """Collects arriving gradients and starts each slab's reduction at the same point of the order on every rank."""
 
-    def __init__(self, units: list[Unit], row: Row, reducer: Reducer, control: Comm, *, accumulate: int) -> None:
+    def __init__(
+        self, units: list[Unit], row: Row, reducer: Reducer, control: Comm, buffers: Buffers, *, accumulate: int
+    ) -> None:
         self.row, self.reducer, self.control, self.accumulate = row, reducer, control, accumulate
+        self.buffers = buffers
         # Until an order is learned: the last-defined unit first, the root's embeddings last.
         self._order = [slab for unit in [*units[:0:-1], units[0]] for slab in unit.trainable_slabs]
         self._expected = list(self._order)
@@ -40,7 +45,8 @@ class ReductionOrder:
         self._gather_tag = 0
         self._backwards = 0  # since the last reduction or step
         self._syncing = True
-        self._has_partial = False  # a backward ended without a reduction, on all ranks alike
+        self._across = True  # reductions of this backward go on across groups
+        self._has_partial = False  # a backward ended without the whole of its reduction, on all ranks alike
         self._versions_at_reduction: list[int] | None = None  # of all shards, until somebody is seen to update them
         self._warned = False
 
@@ -50,8 +56,9 @@ class ReductionOrder:
     def begin_backward(self) -> None:
         self._backwards += 1
         # Whole gradients may stay local sums until the last backward of a step; cut ones have no room to wait in.
-        waits = not self.row.gradients.is_cut and self._backwards < self.accumulate
-        self._syncing = not self.suspended and not waits
+        is_last = self._backwards >= self.accumulate
+        self._syncing = not self.suspended and (is_last or self.row.gradients.is_cut)
+        self._across = is_last
         self._complete, self._launched, self._arrivals = [], 0, {}
 
     def arrived(self, slab: Slab) -> None:
@@ -93,7 +100,14 @@ class ReductionOrder:
         """Reduces what no_sync, or an unfinished row of micro-batches, has left on this rank."""
         if self._has_partial:
             self._launched = len(self._expected)  # nothing is under way: all that is left is agreed on
+            self._across = True
             self._synchronize()
+
+    def add(self, slab: Slab) -> None:
+        """A slab that came after the model was sharded."""
+        self._order.append(slab)
+        self._expected.append(slab)
+        self._versions_at_reduction = None
 
     def watch_for_updates(self) -> None:
         """Warns, once, when gradients were reduced and thrown away and no parameter changed in between."""
@@ -124,7 +138,9 @@ class ReductionOrder:
                 "one computed with wrong weights; every rank must run the same modules in the same order. Last "
                 f"calls here: {self.control.traffic.last(8)}"
             )
-        left, present = flags[: len(self._order)], iter(flags[len(self._order) :])
+        slabs, changed = len(self._order), len(self.buffers.groups)
+        left, present = flags[:slabs], iter(flags[slabs + changed :])
+        self.buffers.synchronize(flags[slabs : slabs + changed])
         for slab, is_left in zip(self._order, left, strict=True):
             if is_left:
                 self._launch(slab)
@@ -137,22 +153,25 @@ class ReductionOrder:
                 self._expected.append(slab)
         if self._expected:
             self._versions_at_reduction = [slab.shard._version for slab in self._order]
-        self._gather_tag, self._has_partial, self._backwards = 0, False, 0
+        self._gather_tag = 0
+        self._has_partial = not self._across and self.reducer.across is not None
+        self._backwards = 0 if self._across else self._backwards
         self._had_gradient.clear()
 
     def _launch(self, slab: Slab) -> None:
         self._had_gradient.setdefault(slab, set()).update(slab.gradients.arrived_since_reduce)
-        slab.gradients.launch(self.reducer, slab.unit)
+        slab.gradients.launch(self.reducer, slab.unit, across=self._across and self.reducer.across is not None)
 
     def _state(self) -> Tensor:
         """Numbers to be agreed on by their maximum over ranks."""
-        left = [float(bool(slab.gradients.arrived_since_reduce)) for slab in self._order]
-        present = []
+        left, present = [], []
         for slab in self._order:
-            had = self._had_gradient.get(slab, set()) | slab.gradients.arrived_since_reduce
+            arrived, waiting = slab.gradients.arrived_since_reduce, slab.gradients.awaiting_across()
+            left.append(float(bool(arrived or (waiting and self._across))))
+            had = self._had_gradient.get(slab, set()) | arrived | waiting
             present += [float(index in had) for index in range(len(slab.parameters))]
         tag = float(self._gather_tag)
-        return torch.tensor([tag, -tag, *left, *present], dtype=torch.float64)
+        return torch.tensor([tag, -tag, *left, *self.buffers.changed(), *present], dtype=torch.float64)
 
     def _learn_order(self) -> None:
         """After the first backward, rank 0's order of completion becomes everybody's."""

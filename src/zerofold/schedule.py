@@ -47,8 +47,8 @@ class Schedule:
 
     # forward
 
-    def before_forward(self, unit: Unit) -> None:
-        if not in_backward():
+    def before_forward(self, unit: Unit, *, is_whole_unit: bool = True) -> None:
+        if is_whole_unit and not in_backward():
             self._follow(unit)
         self._use(unit, self._in_forward)
 
@@ -105,6 +105,14 @@ class Schedule:
             if unit.is_stale:
                 self._gather(unit)
 
+    def make_whole(self, unit: Unit) -> None:
+        """Gathers a unit outside the order of things; whoever asks releases it."""
+        self._make_current(unit)
+
+    def resized(self, unit: Unit, by: int) -> None:
+        """A gathered unit takes more or less memory than it did."""
+        self._live += by
+
     def wait_all(self) -> None:
         for unit in self.units:
             if unit.state is State.GATHERING:
@@ -125,9 +133,11 @@ class Schedule:
             if not self._is_pinned(unit):
                 self._release(unit)
 
+    def is_in_use(self, unit: Unit) -> bool:
+        return unit in self._in_forward or unit in self._in_backward
+
     def _is_pinned(self, unit: Unit) -> bool:
-        used = unit in self._in_forward or unit in self._in_backward
-        return used or unit in self._kept or self.holders > 0
+        return self.is_in_use(unit) or unit in self._kept or self.holders > 0
 
     def _use(self, unit: Unit, uses: Counter[Unit]) -> None:
         uses[unit] += 1

@@ -1,7 +1,8 @@
-"""ShardedParameter: the global shape in front, this rank's flat piece behind.
+"""ShardedParameter: the global shape in front, this rank's piece behind.
 
 Elementwise arithmetic (single, foreach and fused) runs on the pieces, so any elementwise optimizer works on it
-unchanged. Whatever needs the whole tensor raises an error that names `zf.full`.
+unchanged. Whatever needs the whole tensor raises an error that names `zf.full`. Where parameters have owners, the
+piece of the owner is the whole, and inside the step of the attached optimizer every operation runs on it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +19,26 @@ from torch import Tensor
 from zerofold.comm import Comm
 
 aten = torch.ops.aten
+
+COPYING = (
+    "a sharded model, or a tensor of it, cannot be deep-copied: copy the model before zerofold sees it, or build a "
+    "second one and fill it inside `with zf.full_params(model): second.load_state_dict(model.state_dict())`"
+)
+PICKLING = (
+    "a sharded model, or a tensor of it, cannot be pickled: inside `with zf.full_params(model)` save "
+    "model.state_dict(), or call zf.close(model) first; zf.full(tensor) gives one whole tensor"
+)
+
+
+class StepScope:
+    """Whether an attached optimizer's step is running; one for all parameters of a model.
+
+    Only then may what needs a whole tensor run on its owner alone. Elsewhere it would give the owner something that
+    the other ranks do not have, a norm of its own parameters for instance.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +50,24 @@ class ShardSpec:
     shape: torch.Size
     ranges: tuple[tuple[int, int], ...]  # of the flattened parameter, one per rank, in order, some empty
     comm: Comm
+    has_owner: bool  # one rank has it all, and there it keeps its shape
+    step: StepScope
 
     @property
     def own(self) -> tuple[int, int]:
         return self.ranges[self.comm.rank]
 
+    @property
+    def is_owned_here(self) -> bool:
+        return self.has_owner and self.own[1] > self.own[0]
+
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's piece of a whole tensor, as a view where the memory allows it."""
-        return whole.detach().reshape(-1)[slice(*self.own)]
+        return self.shaped(whole.detach().reshape(-1)[slice(*self.own)])
+
+    def shaped(self, piece: Tensor) -> Tensor:
+        """A flat piece as optimizers see it: an owner has the parameter in its own shape."""
+        return piece.view(self.shape) if self.is_owned_here else piece
 
 
 class ShardedTensor(torch.Tensor):
@@ -46,6 +77,7 @@ class ShardedTensor(torch.Tensor):
     _spec: ShardSpec
     was_zeroed = False  # by zero_(): for a gradient, the same wish as setting it to None
     is_unreduced = False  # a gradient of which other ranks still hold local sums
+    is_cleared = False  # stands for a gradient that is gone
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardedTensor:
@@ -59,7 +91,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's piece: 1-D, possibly empty, sharing memory with the model's state."""
+        """This rank's piece, in memory of the model's state: 1-D, possibly empty, or at its owner all of it."""
         return self._local
 
     @property
@@ -79,13 +111,19 @@ class ShardedTensor(torch.Tensor):
             f"this rank holds elements {start}:{stop})"
         )
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RuntimeError(COPYING)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(PICKLING)
+
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; all ranks must call it (the same as `zf.full`)."""
         if self.is_unreduced:
             raise RuntimeError(_unreduced(self))
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         flat, comm = whole.view(-1), self._spec.comm
-        flat[slice(*self._spec.own)] = self._local
+        flat[slice(*self._spec.own)] = self._local.reshape(-1)
         owners = [(rank, held) for rank, held in enumerate(self._spec.ranges) if held[1] > held[0]]
         handles = [comm.broadcast(flat[slice(*held)], rank, unit=self._spec.name) for rank, held in owners]
         for handle in handles:
@@ -125,6 +163,10 @@ class FaceGradient(ShardedTensor):
         if not isinstance(gradient, ShardedTensor):
             raise RuntimeError(f"the gradient of '{self._face.spec.name}' was cleared by the optimizer's zero_grad")
         return gradient
+
+    @property
+    def is_cleared(self) -> bool:  # type: ignore[override]
+        return self._face.grad is None
 
     @property
     def _local(self) -> Tensor:  # type: ignore[override]
@@ -191,10 +233,13 @@ def _rule(func: Any) -> _Rule:
 def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rule = _rule(func)
     first = next(_sharded_in(args, kwargs))
-    if rule.kind is _Kind.REFUSED:
-        raise RuntimeError(_refusal(func, first))
+    if func is aten._to_copy.default and (isinstance(first, ShardedParameter) or first.is_cleared):
+        raise RuntimeError(_moved(first))  # Module.to and its kin, which go through parameters and gradients
     if rule.kind is _Kind.SAME_DATA:
         return ShardedTensor(first._local, first._spec)
+    runs_whole = first._spec.step.is_open and all(t._spec.is_owned_here for t in _sharded_in(args, kwargs))
+    if rule.kind is _Kind.REFUSED and not runs_whole:
+        raise RuntimeError(_refusal(func, first))
     if not rule.zeroes:
         for tensor in _sharded_in(args, kwargs):
             if tensor.is_unreduced:
@@ -209,12 +254,12 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 "optimizer built on whole parameters must be attached with zf.attach(model, optimizer); other code "
                 "can use zf.full"
             )
-    if rule.kind is _Kind.LISTS:
-        local_args = tuple(_local_list(value) for value in args)
-        local_kwargs = {key: _local_list(value) for key, value in kwargs.items()}
-    else:
+    if rule.kind is _Kind.ELEMENTWISE and not runs_whole:
         local_args = tuple(_piece_of(value, func, first._spec) for value in args)
         local_kwargs = {key: _piece_of(value, func, first._spec) for key, value in kwargs.items()}
+    else:
+        local_args = tuple(_local_of(value) for value in args)
+        local_kwargs = {key: _local_of(value) for key, value in kwargs.items()}
     result = func(*local_args, **local_kwargs)
     for tensor in written:  # inner tensors do not count changes made below autograd by themselves
         if isinstance(tensor, ShardedTensor):
@@ -223,13 +268,20 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if changed:
         return changed[0] if rule.returns_written else None
     if rule.kind is _Kind.LISTS:
-        return [ShardedTensor(piece, like._spec) for piece, like in zip(result, args[0], strict=True)]
-    return ShardedTensor(result, first._spec) if isinstance(result, Tensor) else result
+        return [_like(piece, like) for piece, like in zip(result, args[0], strict=True)]
+    return _like(result, first) if rule.kind is _Kind.ELEMENTWISE else result
 
 
-def _local_list(value: Any) -> Any:
+def _like(result: Any, source: Any) -> Any:
+    """A result that is cut as its source was; one of another shape (it met a wider tensor) belongs to no cut."""
+    if not isinstance(result, Tensor) or not isinstance(source, ShardedTensor):
+        return result
+    return ShardedTensor(result, source._spec) if result.shape == source._local.shape else result
+
+
+def _local_of(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [item._local if isinstance(item, ShardedTensor) else item for item in value]
+        return [_local_of(item) for item in value]
     return value._local if isinstance(value, ShardedTensor) else value
 
 
@@ -272,6 +324,13 @@ def _refusal(func: Any, tensor: ShardedTensor) -> str:
         f"{name} needs the whole tensor, but {where}: read it with zf.full(p) or inside `with zf.full_params(model)`. "
         f"In a forward it is whole only while its unit '{spec.unit or 'root'}' is being called; if the weight is used "
         "without calling that module, choose units that contain the caller"
+    )
+
+
+def _moved(parameter: ShardedTensor) -> str:
+    return (
+        f"'{parameter._spec.name}' is cut over ranks and cannot be moved or cast any more (.to, .half, .cuda, …): do "
+        "so before zerofold sees the model, or after zf.close(model). A copy in another dtype: p.detach().to(dtype)"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from zerofold.unit import Entry
+from zerofold.slab import Entry
 
 # Containers: nobody calls their forward, so nothing would gather their parameters.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -29,11 +29,12 @@ def find_units(model: nn.Module, choice: UnitChoice) -> dict[str, nn.Module]:
     """
     if choice is None:
         return _repeated_blocks(model, "", sum(p.numel() for p in model.parameters()))
-    inside = {name: module for name, module in model.named_modules() if name}
+    # A wrapper that torch.compile has put around the whole model is the root, and so is what it holds.
+    inside = {name: module for name, module in model.named_modules() if name and module is not _uncompiled(model)}
     if isinstance(choice, int) and not isinstance(choice, bool):
         if choice < 1:
             raise ValueError(f"units={choice} must be a number of parameters of at least 1")
-        return _by_size(model, inside, choice)
+        return _around_compiled(_by_size(model, inside, choice), inside)
     if isinstance(choice, type) or (isinstance(choice, tuple) and all(isinstance(c, type) for c in choice)):
         classes: Any = choice
         chosen = {name: module for name, module in inside.items() if isinstance(module, classes)}
@@ -52,7 +53,21 @@ def find_units(model: nn.Module, choice: UnitChoice) -> dict[str, nn.Module]:
             raise ValueError(
                 f"units: '{name}' is a {type(module).__name__}, which is never called; choose what is in it"
             )
+    chosen = _around_compiled(chosen, inside)
     return {name: module for name, module in chosen.items() if any(True for _ in module.parameters())}
+
+
+def _around_compiled(chosen: dict[str, nn.Module], inside: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """In place of a module that torch.compile has wrapped, the wrapper: its hooks run before a graph is entered."""
+    wrappers = {id(_uncompiled(module)): name for name, module in inside.items() if _uncompiled(module) is not module}
+    names = [wrappers.get(id(module), name) for name, module in chosen.items()]
+    return {name: inside[name] for name in names}
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """The module behind a torch.compile wrapper, or the module itself."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
 
 
 def _repeated_blocks(module: nn.Module, prefix: str, total: int) -> dict[str, nn.Module]:
@@ -63,8 +78,8 @@ def _repeated_blocks(module: nn.Module, prefix: str, total: int) -> dict[str, nn
         size = sum(p.numel() for p in child.parameters())
         if not size:
             continue
-        siblings = Counter(type(other) for other in module.children())
-        repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and siblings[type(child)] > 1
+        siblings = Counter(type(_uncompiled(other)) for other in module.children())
+        repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and siblings[type(_uncompiled(child))] > 1
         deeper = _repeated_blocks(child, f"{path}.", total) if not repeated or size > total / 4 else {}
         found.update(deeper if deeper or not repeated else {path: child})
     return found

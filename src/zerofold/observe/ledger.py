@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zerofold.engine import Engine
 from zerofold.sharded import ShardedTensor
+from zerofold.slab import Slab
 
 
 class Ledger:
@@ -19,15 +20,14 @@ class Ledger:
     def snapshot(self) -> dict[str, Any]:
         """psi; state_bytes by state, as held right now; comm_bytes by operation and comm_elements since the start.
 
+        `comm_bytes_by_group` tells what went to all ranks, inside this rank's group, or across groups.
         `temporary_bytes` are no states: gathered parameters not owned here, and fused and cached buffers.
         """
         engine = self._engine
         return {
             "psi": engine.psi,
             "state_bytes": {
-                "parameters": sum(
-                    slab.shard.nbytes if slab.has_own_shard else slab.storage.nbytes for slab in engine.slabs()
-                ),
+                "parameters": sum(_parameter_nbytes(slab) for slab in engine.slabs()),
                 "gradients": sum(slab.gradients.nbytes for slab in engine.slabs()),
                 "optimizer": sum(_nbytes(value) for value in self._optimizer_tensors()),
             },
@@ -38,6 +38,7 @@ class Ledger:
             },
             "peak_live_bytes": engine.schedule.peak_live_bytes,
             "comm_bytes": engine.traffic.bytes_by_operation(),
+            "comm_bytes_by_group": engine.traffic.bytes_by_group(),
             "comm_elements": round(sum(engine.traffic.elements.values())),
         }
 
@@ -55,6 +56,11 @@ class Ledger:
     def _optimizer_tensors(self) -> list[Tensor]:
         states = [state for optimizer in self._engine.optimizers for state in optimizer.state.values()]
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _parameter_nbytes(slab: Slab) -> int:
+    kept = slab.shard.nbytes if slab.has_own_shard else slab.storage.nbytes
+    return kept + (0 if slab.copy is None else slab.copy.nbytes)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerofold.engine import Engine
 from zerofold.optim.clip import clip_grad_norm
-from zerofold.optim.probe import scalar_states, why_not_elementwise
+from zerofold.optim.probe import scalar_states, why_not_by_parameter, why_not_elementwise
 from zerofold.sharded import ShardedParameter, ShardedTensor
 
 
@@ -25,16 +25,11 @@ def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], cl
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         if optimizer in engine.optimizers:
             raise ValueError(f"this {type(optimizer).__name__} is already attached to the model")
+        _check_groups(optimizer, optimizer.param_groups, faces)
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        for position, parameter in enumerate(held):
-            if id(parameter) not in faces and parameter.numel():
-                raise ValueError(
-                    f"{type(optimizer).__name__}: parameter {position} of shape {tuple(parameter.shape)} is not one of "
-                    "the model's; build the optimizer from this model's parameters"
-                )
         covered |= {id(faces[id(p)][1]) for p in held if id(p) in faces}
-        _check_elementwise(engine, optimizer)
-    missing = [name for name, face in engine.trainable_faces() if id(face) not in covered]
+        _check_kind(engine, optimizer)
+    missing = [name for name, face in engine.trained_faces() if id(face) not in covered]
     if missing:
         raise ValueError(
             f"{type(optimizers[0]).__name__} misses {len(missing)} trainable parameter(s), first '{missing[0]}': add "
@@ -43,33 +38,53 @@ def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], cl
         )
 
 
-def _check_elementwise(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    reason = why_not_elementwise(optimizer) if engine.row.optimizer.is_cut else None
+def _check_groups(optimizer: torch.optim.Optimizer, groups: list[Any], faces: dict[int, tuple[str, Tensor]]) -> None:
+    for position, parameter in enumerate(p for group in groups for p in group["params"]):
+        if id(parameter) not in faces and parameter.numel():
+            raise ValueError(
+                f"{type(optimizer).__name__}: parameter {position} of shape {tuple(parameter.shape)} is not one of "
+                "the model's; build the optimizer from this model's parameters"
+            )
+
+
+def _check_kind(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Whether the optimizer gives the same update on what a rank has as on the whole model."""
+    if not engine.row.optimizer.is_cut:
+        return
+    name = type(optimizer).__name__
+    if engine.row.has_owners:
+        reason = why_not_by_parameter(optimizer)
+        if reason is not None:
+            raise ValueError(
+                f"{name} does not work parameter by parameter ({reason}), so owners cannot update each their own: use "
+                "stage 0, where every rank has everything"
+            )
+        return
+    reason = why_not_elementwise(optimizer)
     if reason is not None:
         raise ValueError(
-            f"{type(optimizer).__name__} does not work element by element ({reason}), so it cannot train on even "
-            "pieces: it needs the whole-parameter cut (cut='whole'), or stage 0, where nothing is cut"
+            f"{name} does not work element by element ({reason}), so it cannot train on even pieces: it needs the "
+            "whole-parameter cut (cut='whole'), or stage 0, where nothing is cut"
         )
 
 
 def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
-    faces = engine.faces()
-    scalars = scalar_states(optimizer)
-    for group in optimizer.param_groups:
-        before = group["params"]
-        group["params"] = [faces[id(p)][1] if id(p) in faces else p for p in before]
-        for old, new in zip(before, group["params"], strict=True):
-            if old is not new and old in optimizer.state:
-                optimizer.state[new] = _cut_state(optimizer.state.pop(old), new, scalars)
-        _keep_many_tensor_kernels(group)
+    _rebase(engine, optimizer, optimizer.param_groups)
     engine.optimizers.append(optimizer)
+    known_groups = len(optimizer.param_groups)
+    hidden: list[tuple[Tensor, Tensor]] = []
 
     def finish_gradients() -> None:
+        engine.changes.check()
         engine.reductions.flush()
         if clip is not None:
             clip_grad_norm(engine, clip)
+        if engine.row.has_owners:
+            hidden.extend(_hide_others(optimizer))
+            engine.step.is_open = True
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        nonlocal known_groups
         if engine.is_closed:
             if engine.row.optimizer.is_cut:
                 raise RuntimeError(
@@ -77,6 +92,11 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: flo
                     "on the model's parameters"
                 )
             return None
+        if len(optimizer.param_groups) != known_groups:  # add_param_group
+            _check_groups(optimizer, optimizer.param_groups, engine.faces())
+            _check_kind(engine, optimizer)
+            _rebase(engine, optimizer, optimizer.param_groups)
+            known_groups = len(optimizer.param_groups)
         itself, *positional = args
         closure = kwargs.get("closure", positional[0] if positional else None)
         if closure is None:
@@ -87,11 +107,51 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: flo
         return (itself, _then(closure, finish_gradients), *positional[1:]), rest
 
     def after_step(*_: Any) -> None:
-        if engine.row.refreshes_after_step and not engine.is_closed:
+        if engine.is_closed:
+            return
+        engine.step.is_open = False
+        if hidden:
+            _show_others(engine, hidden)
+            hidden.clear()
+        if engine.row.refreshes_after_step:
             engine.schedule.refresh()
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
+
+
+def _rebase(engine: Engine, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Puts the faces into the groups, with whatever state the optimizer has for the parameters they stand for."""
+    faces = engine.faces()
+    scalars = scalar_states(optimizer)
+    for group in groups:
+        before = group["params"]
+        group["params"] = [faces[id(p)][1] if id(p) in faces else p for p in before]
+        for old, new in zip(before, group["params"], strict=True):
+            if old is not new and old in optimizer.state:
+                optimizer.state[new] = _cut_state(optimizer.state.pop(old), new, scalars)
+        _keep_many_tensor_kernels(group)
+
+
+def _hide_others(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """What other ranks own shows an empty gradient here; without one, the optimizer leaves it alone."""
+    hidden: list[tuple[Tensor, Tensor]] = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if isinstance(p, ShardedParameter) and not p.spec.is_owned_here and p.grad is not None:
+                hidden.append((p, p.grad))
+                p.grad = None
+    return hidden
+
+
+def _show_others(engine: Engine, hidden: list[tuple[Tensor, Tensor]]) -> None:
+    """Their owners have changed them: the next use gathers, on every rank alike."""
+    changed = {id(p) for p, _ in hidden}
+    for p, gradient in hidden:
+        p.grad = gradient
+    for slab in engine.slabs():
+        if any(id(face) in changed for face in slab.faces):
+            slab.mark_changed()
 
 
 def _then(closure: Callable[[], Any], afterwards: Callable[[], None]) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Whether an optimizer may work on pieces is found out by trying: one matrix against its flat halves."""
+"""Whether an optimizer may work on pieces, or on some of the parameters, is found out by trying."""
 
 from __future__ import annotations
 
@@ -31,6 +31,28 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
             return f"a step on flat pieces raises {type(error).__name__}: {error}"
         if not torch.allclose(whole[0].view(-1), torch.cat(halves), rtol=1e-5, atol=1e-7):
             return "a step on the halves of a matrix differs from a step on the whole"
+    return None
+
+
+def why_not_by_parameter(optimizer: torch.optim.Optimizer) -> str | None:
+    """None when each parameter's update depends on that parameter alone; otherwise what happened.
+
+    >>> weight = torch.nn.Parameter(torch.ones(4, 4))
+    >>> why_not_by_parameter(torch.optim.Adafactor([weight])) is None
+    True
+    """
+    generator = torch.Generator().manual_seed(0)
+    starts = [torch.rand(_ROWS, _COLUMNS, generator=generator) + 0.5 for _ in range(2)]
+    gradients = [[torch.rand(_ROWS, _COLUMNS, generator=generator) - 0.5 for _ in range(2)] for _ in range(_STEPS)]
+    for group in optimizer.param_groups:
+        try:
+            together = _steps(optimizer, group, starts, gradients)
+            first = _steps(optimizer, group, starts[:1], [step[:1] for step in gradients])
+            second = _steps(optimizer, group, starts[1:], [step[1:] for step in gradients])
+        except Exception as error:  # the optimizer is the user's: anything may come out of it
+            return f"a step on a matrix raises {type(error).__name__}: {error}"
+        if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(together, first + second, strict=True)):
+            return "a step on two matrices differs from a step on each of them"
     return None
 
 

@@ -1,0 +1,74 @@
+"""Which parameters make a slab, which rank owns what, and how many bytes may be gathered at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from zerofold.layout import balance
+from zerofold.placement import Cut, Row
+from zerofold.slab import Entry, lay_out
+
+_LARGE_ROOT_PARAMETER = 2**20  # bytes
+
+Cost = Callable[[Tensor], float]
+"""What updating a parameter costs, in any unit; the owners' sums are balanced."""
+
+
+def split(unit: str, entries: list[Entry]) -> list[list[Entry]]:
+    """The slabs of a unit: entries of the same dtype and requires_grad together, in the order they came.
+
+    A large parameter of the root is a slab by itself. Input and output embeddings get their gradients at opposite
+    ends of backward; together they would have to wait for each other.
+    """
+    slabs: dict[tuple[torch.dtype, bool, str], list[Entry]] = {}
+    for entry in entries:
+        p = entry.parameter
+        alone = entry.name if not unit and p.nbytes >= _LARGE_ROOT_PARAMETER else ""
+        slabs.setdefault((p.dtype, p.requires_grad, alone), []).append(entry)
+    return list(slabs.values())
+
+
+def choose_owners(assigned: dict[str, list[Entry]], row: Row, world: int, cost: Cost | None) -> None:
+    """Gives every entry its owner, balanced over the whole model: trainable ones by cost, frozen ones by bytes."""
+    if row.cut is not Cut.WHOLE:
+        return  # the first rank, or nobody
+    entries = [entry for unit in assigned.values() for entry in unit]
+    for trainable in (True, False):
+        some = [entry for entry in entries if entry.parameter.requires_grad is trainable]
+        for entry, owner in zip(some, balance([_cost(e, cost) for e in some], world), strict=True):
+            entry.owner = owner
+
+
+def _cost(entry: Entry, cost: Cost | None) -> float:
+    if cost is None or not entry.parameter.requires_grad:
+        return float(entry.parameter.nbytes)
+    found = float(cost(entry.parameter))
+    if not 0 <= found < float("inf"):
+        raise ValueError(f"cost: {found} for '{entry.name}' is no cost; return a finite number of at least 0")
+    return found
+
+
+def live_bound(assigned: dict[str, list[Entry]], row: Row, world: int, given: int | None) -> int:
+    """How many gathered bytes may exist at once; by default what one unit needs, and one unit ahead."""
+
+    def nbytes(entries: list[Entry]) -> int:
+        return lay_out(entries, row, world).size * entries[0].parameter.element_size()
+
+    sizes = {name: sum(nbytes(part) for part in split(name, each)) for name, each in assigned.items()}
+
+    def with_outer_units(name: str) -> int:
+        return sum(size for outer, size in sizes.items() if outer in ("", name) or name.startswith(f"{outer}."))
+
+    widest = max(sizes, key=with_outer_units)
+    needed = with_outer_units(widest)
+    if given is None:
+        return needed + max((size for name, size in sizes.items() if name), default=0)
+    if given < needed:
+        raise ValueError(
+            f"live_bytes={given} is too small: unit '{widest or 'root'}' with the units around it needs {needed} bytes "
+            "gathered at once; raise the bound or choose smaller units"
+        )
+    return given

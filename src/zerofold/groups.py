@@ -1,0 +1,144 @@
+"""The process groups of one model: who gathers, reduces and agrees with whom, from the row and the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofold.comm import Comm, Traffic
+from zerofold.placement import ACROSS, AXES, INSIDE, Row
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Gathers follow the forward, reductions their own order, and agreements (a few numbers on the CPU) must get
+    through while either is under way: three groups over the same ranks, so that none waits for another's order.
+    """
+
+    everyone: Comm  # all ranks of the mesh: first values, buffers
+    gather: Comm  # those who share the parameters, or, where these are whole, their updates
+    reduce: Comm  # those who share the update of the same copy
+    across: Comm | None  # those who hold the same range in other groups
+    copy: Comm | None  # those who share the second copy of the parameters
+    control: Comm  # all ranks of the mesh, for agreements
+    mesh: DeviceMesh | None
+    made: tuple[dist.ProcessGroup, ...]
+
+    @classmethod
+    def make(cls, mesh: DeviceMesh | None, row: Row, control: Comm, device: torch.device) -> Groups:
+        maker = _Maker(mesh, control, device)
+        gathered = row.parameters if row.parameters.is_cut else row.optimizer
+        everyone = maker.shared(AXES)
+        gather = maker.shared(gathered.axes or AXES)
+        across = maker.shared(row.optimizer.other_axes) if row.reduces_across else None
+        return cls(
+            everyone,
+            gather,
+            maker.new(row.optimizer.axes or AXES),
+            across if across is not None and across.size > 1 else None,
+            None if row.copy is None else maker.smaller(row.copy.axes),
+            control,
+            mesh,
+            tuple(maker.made),
+        )
+
+    def destroy(self) -> None:
+        destroy(self.mesh, (*self.made, self.control.group))
+
+
+class _Maker:
+    """Finds or makes a group for mesh axes; one that exists and has the right ranks is shared."""
+
+    def __init__(self, mesh: DeviceMesh | None, control: Comm, device: torch.device) -> None:
+        self.mesh, self.control, self.device = mesh, control, device
+        self.backend = _any_group(mesh)._get_backend(device).name()
+        self.made: list[dist.ProcessGroup] = []
+        self._shared: dict[tuple[int, ...], Comm] = {}
+
+    def ranks(self, axes: tuple[str, ...]) -> list[int]:
+        return ranks_along(self.mesh, axes)
+
+    def shared(self, axes: tuple[str, ...]) -> Comm:
+        ranks = tuple(self.ranks(axes))
+        if ranks not in self._shared:
+            existing = _existing(self.mesh, list(ranks))
+            self._shared[ranks] = self._comm(axes, existing) if existing is not None else self.new(axes)
+        return self._shared[ranks]
+
+    def smaller(self, axes: tuple[str, ...]) -> Comm | None:
+        """None where the axes hold all ranks: a copy cut like the parameters themselves would save nothing."""
+        return self.shared(axes) if len(self.ranks(axes)) < self.control.size else None
+
+    def new(self, axes: tuple[str, ...]) -> Comm:
+        group = _new_group(self.mesh, axes, self.backend)
+        self.made.append(group)
+        return self._comm(axes, group)
+
+    def _comm(self, axes: tuple[str, ...], group: dist.ProcessGroup) -> Comm:
+        is_all = len(self.ranks(axes)) == self.control.size
+        name = "all" if is_all else axes[0]
+        return Comm(group, self.device, self.control.traffic, overlap=self.control.overlap, name=name)
+
+
+def make_control(mesh: DeviceMesh | None, *, overlap: bool) -> Comm:
+    """Made before anything is checked: through it one rank's error becomes everybody's."""
+    return Comm(_new_group(mesh, AXES, "gloo"), torch.device("cpu"), Traffic(), overlap=overlap, name="control")
+
+
+def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup]) -> None:
+    """A group made by its members alone is named after them: made anew, it would find the old one's addresses in the
+    store. So those of a mesh over some of the ranks live on until torch.distributed itself ends.
+    """
+    if _has_everyone(mesh):
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def ranks_along(mesh: DeviceMesh | None, axes: tuple[str, ...]) -> list[int]:
+    """This rank and those it reaches along the axes. In a mesh of one dimension all ranks are one group."""
+    (found,) = [ranks for ranks in _all_along(mesh, axes) if dist.get_rank() in ranks]
+    return found
+
+
+def _all_along(mesh: DeviceMesh | None, axes: tuple[str, ...]) -> list[list[int]]:
+    """Every group that the axes make."""
+    if mesh is None:
+        ranks = torch.arange(dist.get_world_size()).view(1, -1)
+    else:
+        ranks = mesh.mesh.view(-1, mesh.mesh.shape[-1])
+    if ACROSS in axes and INSIDE in axes:
+        return [ranks.reshape(-1).tolist()]
+    if axes:
+        return (ranks if INSIDE in axes else ranks.t()).tolist()
+    return ranks.reshape(-1, 1).tolist()
+
+
+def _has_everyone(mesh: DeviceMesh | None) -> bool:
+    return mesh is None or mesh.size() == dist.get_world_size()
+
+
+def _new_group(mesh: DeviceMesh | None, axes: tuple[str, ...], backend: str) -> dist.ProcessGroup:
+    """A group of its own over these ranks. All ranks of the mesh must call it."""
+    mine = ranks_along(mesh, axes)
+    if not _has_everyone(mesh):  # other ranks do not take part, so they must not be waited for
+        return dist.new_group(mine, backend=backend, use_local_synchronization=True)
+    made = {tuple(ranks): dist.new_group(ranks, backend=backend) for ranks in _all_along(mesh, axes)}
+    return made[tuple(mine)]
+
+
+def _any_group(mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    group = dist.group.WORLD if mesh is None else mesh.get_group(mesh.ndim - 1)
+    assert group is not None
+    return group
+
+
+def _existing(mesh: DeviceMesh | None, ranks: list[int]) -> dist.ProcessGroup | None:
+    candidates = [dist.group.WORLD] if mesh is None else [*mesh.get_all_groups(), dist.group.WORLD]
+    for group in candidates:
+        if group is not None and dist.get_process_group_ranks(group) == ranks:
+            return group
+    return None
