@@ -109,8 +109,9 @@ def adapters_after_sharding(stage: int) -> tuple[float, set[str]]:
             plain_step(model, optimizer, step)
 
     config = LoraConfig(r=4, target_modules=["a"], init_lora_weights=False)
+    reference = build()
     torch.manual_seed(3)
-    reference = get_peft_model(build(), config)
+    reference = get_peft_model(reference, config)
     train(reference, Averaging(torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], eps=1e-4)))
     base = zf.shard(build(), stage=stage)
     torch.manual_seed(3)

@@ -29,7 +29,8 @@ class Materialiser:
         self._init = init or _own_init_of(model)
         self._names = {module: name for name, module in model.named_modules()}
         # What needs values: decided now, while everything without memory is still on the meta device.
-        self._empty = {m for m in self._names if any(t.is_meta for t in [*_held(m._parameters), *_held(m._buffers)])}
+        # A module may also fill what modules inside it hold, so it counts with them.
+        self._empty = {module for module in self._names if on_meta(module)}
         self._by_unit: dict[str, list[nn.Module]] = {name: [] for name in ("", *units)}
         self._sort(model, "", {module: name for name, module in units.items()}, set())
 
@@ -47,13 +48,12 @@ class Materialiser:
         """Values for the parameters of these slabs, whose memory is there, and for the buffers of their modules."""
         holders = {module: None for slab in slabs for entry in slab.entries for module, _ in entry.sites}
         modules = [module for module in {**dict.fromkeys(self._by_unit[unit]), **holders} if module in self._empty]
-        parameters = {id(p): entry.name for slab in slabs for entry in slab.entries for p in (entry.parameter,)}
+        own = {id(entry.parameter) for slab in slabs for entry in slab.entries}
         fresh: list[tuple[str, Tensor]] = []
         for slab in slabs:
-            for entry in slab.entries:
-                if any(module in self._empty for module, _ in entry.sites):
-                    _mark(entry.parameter)
-                    fresh.append((entry.name, entry.parameter))
+            for index in slab.unfilled:
+                _mark(slab.parameters[index])
+                fresh.append((slab.entries[index].name, slab.parameters[index]))
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
@@ -61,7 +61,7 @@ class Materialiser:
                     _mark(real)
                     fresh.append((f"{self._names[module]}.{name}".lstrip("."), real))
         for module in modules:
-            with _others_away(module, set(parameters)):
+            with _others_away(module, own):
                 self._init(module)
         self._check(fresh)
 
@@ -112,10 +112,6 @@ def _others_away(module: nn.Module, own: set[int]) -> Iterator[None]:
         yield
     finally:
         module._parameters.update(away)
-
-
-def _held(tensors: dict[str, Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors.values() if tensor is not None]
 
 
 def _mark(tensor: Tensor) -> None:

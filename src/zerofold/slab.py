@@ -70,6 +70,7 @@ class Slab:
         self.has_own_shard = home.row.parameters.is_cut and self.comm.size > 1
         copies = home.groups.copy
         self.copy = GroupCopy(self.storage, copies) if copies is not None and self.has_own_shard else None
+        self.unfilled = [index for index, p in enumerate(self.parameters) if p.is_meta]
         self.storage.tensor.zero_()
         for index, parameter in enumerate(self.parameters):
             if parameter.is_meta:  # the same object gets memory, so whoever holds it (an optimizer) keeps holding it

@@ -1,0 +1,166 @@
+"""A model on the meta device: values unit by unit, never whole, and the same model in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models import largest_difference
+from tests.ranks import raised
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, Qwen3Config, T5Config
+
+import zerofold as zf
+from zerofold.launch import init_ranks, run_ranks
+
+ROWS = [("dp", None), (0, None), (2, None), (3, None), (3, "whole")]
+
+
+def fill_by_shape(module: nn.Module) -> None:
+    """Values that depend on nothing but the module's own parameters, so that the order of modules does not matter."""
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        with torch.no_grad():
+            tensor.copy_(torch.linspace(1.0, 0.5, tensor.numel()).view(tensor.shape))
+
+
+class Tied(nn.Module):
+    """A weight shared between two units, a buffer, and a parameter of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers[3].weight = self.layers[1].weight
+        self.register_buffer("shift", torch.empty(8, dtype=torch.float64), persistent=False)
+        self.register_buffer("count", torch.empty((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + self.shift.float()
+        return x * self.scale.sum() * self.count
+
+
+def from_meta(row: tuple[Any, Any]) -> tuple[float, float]:
+    expected = Tied()
+    expected.apply(fill_by_shape)
+    with torch.device("meta"):
+        model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zf.prepare(model, optimizer, stage=row[0], cut=row[1], units=nn.Linear, init=fill_by_shape)
+    weights = largest_difference(list(expected.parameters()), [zf.full(p) for p in model.parameters()])
+    buffers = largest_difference(list(expected.buffers()), list(model.buffers()))
+    assert model.layers[3].weight is model.layers[1].weight
+    before = zf.full(model.scale)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    moved = (zf.full(model.scale) - before).abs().min().item()
+    zf.close(model)
+    assert not any(t.is_meta for t in model.state_dict().values())
+    return max(weights, buffers), moved
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_values_come_from_the_init_function(ranks: Any, row: tuple[Any, Any]) -> None:
+    for difference, moved in ranks(3, from_meta, row):
+        assert difference == 0.0
+        assert moved > 0  # the optimizer was built on the meta parameters and trains the real ones
+
+
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
+    ),
+    "qwen3": Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    ),
+    "t5": T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, decoder_start_token_id=0),
+}
+
+
+def hugging_face(name: str) -> dict[str, Any]:
+    """Buffers, the spread of each weight and the tied names, against the same model built in memory."""
+    config = CONFIGS[name]
+    build = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+    torch.manual_seed(0)
+    expected = build.from_config(config)
+    with torch.device("meta"):
+        model = build.from_config(config)
+    torch.manual_seed(0)
+    zf.prepare(model, torch.optim.AdamW(model.parameters()), stage=3)
+    buffers = max(
+        ((a - b).abs().max().item() for a, b in zip(expected.buffers(), model.buffers(), strict=True)), default=0.0
+    )
+    names = [n for n, _ in expected.named_parameters()] == [n for n, _ in model.named_parameters()]
+    spread = {}
+    for (key, plain), sharded in zip(expected.named_parameters(), model.parameters(), strict=True):
+        whole = zf.full(sharded)
+        spread[key] = (plain.std().item(), whole.std().item()) if plain.numel() > 64 else (0.0, 0.0)
+        if plain.std() == 0:
+            assert torch.equal(plain, whole), key
+    zf.close(model)
+    return {"buffers": buffers, "names": names, "spread": spread}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_hugging_face_models_start_as_they_would_in_memory(ranks: Any, name: str) -> None:
+    for found in ranks(2, hugging_face, name):
+        assert found["buffers"] == 0.0
+        assert found["names"]
+        for key, (expected, got) in found["spread"].items():
+            assert got == pytest.approx(expected, rel=0.15), key
+
+
+def unset() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+
+
+def test_what_the_init_function_leaves_out_is_named(ranks: Any) -> None:
+    for error in ranks(2, raised, unset):
+        assert "'scale' was on the meta device and got no values" in error
+        assert "pass init=" in error
+
+
+WIDTH, LAYERS = 2048, 12
+UNIT = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def peak_of_materialising(stage: int) -> tuple[int, int]:
+    """Bytes by which this process's memory grew at most, by the kernel's own count, and those of the shards."""
+    with init_ranks("cpu"):
+        zf.close(zf.shard(nn.Sequential(nn.Linear(8, 8)), stage=stage))  # imports, sockets and threads are there
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        before = memory("VmRSS")
+        zf.prepare(model, optimizer, stage=stage, units=nn.Linear)
+        grown = memory("VmHWM") - before
+        shards = zf.ledger(model).snapshot()["state_bytes"]["parameters"]
+        zf.close(model)
+        return grown, shards
+
+
+def memory(field: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of resident memory")
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_more_than_the_shards_and_one_unit_is_ever_held(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    # Freed blocks go back to the system at once; otherwise old garbage of the process would be counted or reused.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    for grown, shards in run_ranks(peak_of_materialising, world, 3):
+        assert shards == pytest.approx(LAYERS * UNIT / world, rel=0.01)
+        assert shards < grown <= shards + UNIT + 4 * 2**20  # a little for sockets; the whole model takes 192 MiB
