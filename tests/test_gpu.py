@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.models import batches, largest_difference, make_model
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import zerofold as zf
@@ -16,7 +18,7 @@ STAGES = (0, 1, 2, 3)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
-def against_ddp(device: str, settings: dict[str, Any]) -> dict[int, float]:
+def against_ddp(device: str, settings: dict[str, Any], rows: tuple[Any, ...] = STAGES) -> dict[Any, float]:
     data = [tuple(t.to(device) for t in batch) for batch in batches(6)]
 
     def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -29,12 +31,16 @@ def against_ddp(device: str, settings: dict[str, Any]) -> dict[int, float]:
     train(DistributedDataParallel(reference), torch.optim.SGD(reference.parameters(), lr=0.1))
     expected = [p.detach() for p in reference.parameters()]
     found = {}
-    for stage in STAGES:
+    for row in rows:
+        stage, cut = row if isinstance(row, tuple) else (row, None)
+        if stage in ("hsdp", "hpz"):
+            settings = {**settings, "mesh": init_device_mesh(device, (dist.get_world_size(), 1))}
         model = make_model().to(device)
-        model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, **settings)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = zf.prepare(model, optimizer, stage=stage, cut=cut, **settings)
         train(model, optimizer)
         zf.close(model)
-        found[stage] = largest_difference(expected, [p.detach() for p in model.parameters()])
+        found[row] = largest_difference(expected, [p.detach() for p in model.parameters()])
     return found
 
 
@@ -44,3 +50,51 @@ def against_ddp(device: str, settings: dict[str, Any]) -> dict[int, float]:
 def test_stages_equal_ddp_on_a_gpu(ranks: Any, world: int, settings: dict[str, Any]) -> None:
     for per_stage in ranks(world, against_ddp, "cuda", settings):
         assert all(difference <= 1e-6 for difference in per_stage.values()), per_stage
+
+
+@needs_gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_other_rows_equal_ddp_on_a_gpu(ranks: Any, world: int) -> None:
+    rows = ("dp", (1, "whole"), (2, "whole"), (3, "whole"), "hsdp", "hpz")
+    for per_row in ranks(world, against_ddp, "cuda", {}, rows):
+        assert all(difference <= 1e-6 for difference in per_row.values()), per_row
+
+
+def compiled_and_eager(stage: int) -> float:
+    def train(compiled: bool) -> list[torch.Tensor]:
+        torch.compiler.reset()
+        model = make_model(key_bias=False).cuda()
+        if compiled:
+            for block in model.blocks:
+                block.compile(fullgraph=True)
+        model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+        for batch in batches(4):
+            model(*(t.cuda() for t in batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        zf.close(model)
+        return [p.detach() for p in model.parameters()]
+
+    return largest_difference(train(False), train(True))
+
+
+@needs_gpu
+@pytest.mark.parametrize("stage", [0, 3])
+def test_compiled_blocks_agree_with_eager_ones_on_a_gpu(ranks: Any, stage: int) -> None:
+    assert max(ranks(2, compiled_and_eager, stage)) <= 1e-5
+
+
+def from_meta_to_the_gpu() -> tuple[str, bool]:
+    with torch.device("meta"):
+        model = make_model()
+    model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    (batch,) = batches(1)
+    model(*(t.cuda() for t in batch)).backward()
+    optimizer.step()
+    zf.close(model)
+    return model.head.weight.device.type, all(p.isfinite().all().item() for p in model.parameters())
+
+
+@needs_gpu
+def test_a_model_on_the_meta_device_goes_to_the_gpu(ranks: Any) -> None:
+    assert ranks(2, from_meta_to_the_gpu) == [("cuda", True)] * 2

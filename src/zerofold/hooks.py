@@ -25,9 +25,14 @@ from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule, in_backward
 from zerofold.sharded import COPYING, PICKLING, ShardedTensor
 from zerofold.slab import Slab
-from zerofold.unit import Unit
+from zerofold.unit import State, Unit
 
 T = TypeVar("T")
+
+
+def _untraced(hook: Callable[..., T]) -> Callable[..., T]:
+    """torch.compile leaves the hook and all it calls alone: a graph may not hold what gathers and frees memory."""
+    return torch.compiler.disable(hook, reason="zerofold's hooks run between graphs")
 
 
 class Hooks:
@@ -44,7 +49,11 @@ class Hooks:
         self.schedule, self.reductions = schedule, reductions
         self._before_anything, self._check = before_anything, check
         self._handles: list[RemovableHandle] = []
-        self._watched: set[nn.Module] = set()
+        self._lent: dict[Unit, nn.Module] = {}  # units gathered for one module inside them
+        self._unit_of: dict[nn.Module, Unit] = {}  # units themselves, and modules that hold their parameters
+        # The same two on all modules: with others on each block, torch.compile would make a graph for each.
+        self._inner_hooks = _InnerHook(self._before_inner), _InnerHook(self._after_inner)
+        self._root_hooks = _UnitHook(self._before_inner), _UnitHook(self._after_inner)
         self._running: list[_UnitCall] = []  # forwards under way, innermost last
         # Forwards whose backward may still come. Autograd's nodes keep them alive; a dropped graph drops them.
         self._waiting: WeakSet[_UnitCall] = WeakSet()
@@ -70,37 +79,48 @@ class Hooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._after_forward(unit, output)
 
-        self._watched.add(unit.module)
-        self._put_on(unit.module, _untraced(before), _untraced(after))
-
-    def _put_on(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        self._handles.append(module.register_forward_pre_hook(_ModuleHook(before), prepend=True, with_kwargs=True))
+        self._unit_of[unit.module] = unit
+        self._handles.append(unit.module.register_forward_pre_hook(_UnitHook(before), prepend=True, with_kwargs=True))
         # always_call: a forward that raises, or a recomputation stopped early, must not stay "in use".
-        self._handles.append(module.register_forward_hook(_ModuleHook(after), always_call=True))
+        self._handles.append(unit.module.register_forward_hook(_UnitHook(after), always_call=True))
 
     def install_on(self, unit: Unit, slab: Slab) -> None:
         for index, parameter in enumerate(slab.parameters):
             if slab.requires_grad:
                 self._install_on_parameter(slab, index, parameter)
         for module in {module: None for entry in slab.entries for module, _ in entry.sites}:
-            if unit.is_cut and module not in self._watched:
-                self._watched.add(module)
-                self._install_inside(unit, module)
+            if unit.is_cut and module not in self._unit_of:
+                self._unit_of[module] = unit
+                # A block is to be one graph, so its modules have hooks that vanish from it. The root's forward breaks
+                # into several at its units anyway, and torch.compile may come upon a hook of its modules by itself.
+                before, after = self._root_hooks if unit is self.schedule.root else self._inner_hooks
+                # Without options: torch.compile would guard on the number of a hook that has one.
+                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+                self._handles.append(module.register_forward_hook(after))
 
-    def _install_inside(self, unit: Unit, module: nn.Module) -> None:
-        """On a module that holds parameters of a unit, for the case that it is called without the unit."""
+    def _before_inner(self, module: nn.Module, args: Any) -> None:
+        """Before a module that holds parameters of a unit: it may be called without the unit.
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-            if torch.compiler.is_compiling() or self.schedule.is_in_use(unit):
-                return None
-            return self._before_forward(unit, args, kwargs, by=module)
+        While torch.compile traces, this does nothing, so that the graph around it stays whole.
+        """
+        if torch.compiler.is_compiling():
+            return
+        unit = self._unit_of[module]
+        if self.schedule.is_in_use(unit) or (unit in self._lent and unit.state is State.READY):
+            return
+        self._enter_forward()
+        self._lent[unit] = module
+        self.schedule.lend(unit)
+        unit.check_in_place()
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling() and self._running and self._running[-1].by is module:
-                self._after_forward(unit, output)
-
-        # Not kept from torch.compile: while it traces they do nothing, so the graph around them stays whole.
-        self._put_on(module, before, after)
+    def _after_inner(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._lent.get(self._unit_of[module]) is not module:
+            return
+        unit = self._unit_of[module]
+        del self._lent[unit]
+        self._refuse_views_of_parameters(unit, output)
+        if not self._await_backward(_UnitCall(unit), output):
+            self.schedule.take_back(unit)  # otherwise it stays until backward ends
 
     def _install_on_parameter(self, slab: Slab, index: int, parameter: Tensor) -> None:
         def before_accumulate(gradient: Tensor) -> None:
@@ -116,17 +136,17 @@ class Hooks:
 
     # forward
 
-    def _before_forward(
-        self, unit: Unit, args: Any, kwargs: Any, by: nn.Module | None = None
-    ) -> tuple[Any, Any] | None:
-        outermost = not self._running
-        call = _UnitCall(unit, by)
-        self._running.append(call)
-        if outermost and not in_backward():
+    def _enter_forward(self) -> None:
+        if not self._running and not in_backward():
             self._forget_broken_backward()
             self.reductions.watch_for_updates()
             self._before_anything()
-        self.schedule.before_forward(unit, is_whole_unit=by is None)
+
+    def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self._enter_forward()
+        call = _UnitCall(unit)
+        self._running.append(call)
+        self.schedule.before_forward(unit)
         unit.check_in_place()
         if not torch.is_grad_enabled():
             return None
@@ -140,17 +160,22 @@ class Hooks:
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
         call = self._running.pop()
+        awaits = self._await_backward(call, output)
+        keep = torch.is_grad_enabled() and not awaits and output is not None and call.might_get_gradients()
+        self._refuse_views_of_parameters(unit, output)
+        self.schedule.after_forward(unit, expects_backward=awaits, keep=keep)
+
+    def _await_backward(self, call: _UnitCall, output: Any) -> bool:
+        """Whether anything that came out may lead backward into the call; if so, it will be noticed."""
         outputs = list(tensors_in(output)) if torch.is_grad_enabled() else []
         # Results left on modules (auxiliary losses) take part in backward like outputs.
-        outputs += [t for module in unit.module.modules() for t in tensors_in(_attributes(module))] if outputs else []
+        outputs += [t for module in call.unit.module.modules() for t in _left_on(module)] if outputs else []
         nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(partial(self._begins, call))
         if nodes:
             self._waiting.add(call)
-        keep = torch.is_grad_enabled() and not nodes and output is not None and call.might_get_gradients()
-        self._refuse_views_of_parameters(unit, output)
-        self.schedule.after_forward(unit, expects_backward=bool(nodes), keep=keep)
+        return bool(nodes)
 
     def _refuse_views_of_parameters(self, unit: Unit, output: Any) -> None:
         """After the forward their memory is gone, and reading them would crash the process."""
@@ -219,7 +244,7 @@ class Hooks:
         self._begun.clear()
 
 
-class _ModuleHook:
+class _InnerHook:
     """A hook that says so when somebody copies or pickles the module it is on.
 
     A copy would come with the hooks and the pieces of the original, and train neither.
@@ -238,23 +263,23 @@ class _ModuleHook:
         raise RuntimeError(PICKLING)
 
 
+class _UnitHook(_InnerHook):
+    """The same, out of the sight of torch.compile."""
+
+    __call__ = _untraced(_InnerHook.__call__)
+
+
 @dataclasses.dataclass(eq=False)
 class _UnitCall:
     """One forward of a unit, until its backward is through."""
 
     unit: Unit
-    by: nn.Module | None = None  # the module inside the unit that was called without it
     has_input_gradient: bool = False
     begun: bool = False
     ended: bool = False
 
     def might_get_gradients(self) -> bool:
         return self.has_input_gradient or bool(self.unit.trainable_slabs)
-
-
-def _untraced(hook: Callable[..., T]) -> Callable[..., T]:
-    """torch.compile leaves the hook and all it calls alone: a graph may not hold what gathers and frees memory."""
-    return torch.compiler.disable(hook, reason="zerofold's hooks run between graphs")
 
 
 def _is_leaf_with_grad(value: Any) -> bool:
@@ -266,8 +291,8 @@ def _behind_a_node(value: Any) -> Any:
     return value.view_as(value) if _is_leaf_with_grad(value) and not isinstance(value, ShardedTensor) else value
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+def _left_on(module: nn.Module) -> list[Tensor]:
+    return [value for value in vars(module).values() if isinstance(value, Tensor)]
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:

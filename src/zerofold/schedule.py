@@ -47,8 +47,8 @@ class Schedule:
 
     # forward
 
-    def before_forward(self, unit: Unit, *, is_whole_unit: bool = True) -> None:
-        if is_whole_unit and not in_backward():
+    def before_forward(self, unit: Unit) -> None:
+        if not in_backward():
             self._follow(unit)
         self._use(unit, self._in_forward)
 
@@ -104,6 +104,16 @@ class Schedule:
         for unit in self.units:  # in an order that ranks share, whatever order each ran them in
             if unit.is_stale:
                 self._gather(unit)
+
+    def lend(self, unit: Unit) -> None:
+        """Gathers a unit for a call of a module inside it, and keeps it until backward ends or it is taken back."""
+        self._make_current(unit)
+        self._kept.add(unit)
+
+    def take_back(self, unit: Unit) -> None:
+        self._kept.discard(unit)
+        if not self._is_pinned(unit):
+            self._release(unit)
 
     def make_whole(self, unit: Unit) -> None:
         """Gathers a unit outside the order of things; whoever asks releases it."""

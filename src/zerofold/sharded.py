@@ -246,7 +246,7 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 raise RuntimeError(_unreduced(tensor))
     changed = [kwargs.get(place) if isinstance(place, str) else args[place] for place in rule.written]
     written = [tensor for each in changed for tensor in (each if isinstance(each, (list, tuple)) else (each,))]
-    for tensor in written:
+    for tensor in () if runs_whole else written:
         # A whole parameter with a cut gradient would be updated in this rank's range only, unnoticed by the others.
         if isinstance(tensor, Tensor) and not isinstance(tensor, ShardedTensor) and tensor.dim() > 0:
             raise RuntimeError(

@@ -73,8 +73,10 @@ class Slab:
         self.unfilled = [index for index, p in enumerate(self.parameters) if p.is_meta]
         self.storage.tensor.zero_()
         for index, parameter in enumerate(self.parameters):
-            if parameter.is_meta:  # the same object gets memory, so whoever holds it (an optimizer) keeps holding it
-                real = nn.Parameter(self.view(index), requires_grad=parameter.requires_grad)
+            if parameter.is_meta:
+                # The same object gets memory, so whoever holds it (an optimizer) keeps holding it. `.data` has a version
+                # counter of its own: a gather into the storage is not a change of the parameter.
+                real = nn.Parameter(self.view(index).data, requires_grad=parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, real)
             else:
                 self.view(index).copy_(parameter.detach())

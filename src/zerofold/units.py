@@ -70,18 +70,27 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     return module if inner is None else inner
 
 
-def _repeated_blocks(module: nn.Module, prefix: str, total: int) -> dict[str, nn.Module]:
-    """The outermost modules that a list repeats. One that holds over a quarter of all is looked into further."""
+def _repeated_blocks(module: nn.Module, prefix: str, total: int, repeated: bool = False) -> dict[str, nn.Module]:
+    """The outermost modules that a list repeats; `repeated` says that `module` is such a one which nobody calls.
+
+    A Sequential that holds over a quarter of all is looked into further, for it always calls what is in it. Another
+    module may choose, as a mixture of experts does, and ranks that choose differently would wait for each other.
+    """
     found: dict[str, nn.Module] = {}
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    siblings = Counter(type(_uncompiled(other)) for other in module.children())
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         size = sum(p.numel() for p in child.parameters())
-        if not size:
+        if not size or "expert" in name.lower():
             continue
-        siblings = Counter(type(_uncompiled(other)) for other in module.children())
-        repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and siblings[type(_uncompiled(child))] > 1
-        deeper = _repeated_blocks(child, f"{path}.", total) if not repeated or size > total / 4 else {}
-        found.update(deeper if deeper or not repeated else {path: child})
+        is_repeated = repeated or (is_list and siblings[type(_uncompiled(child))] > 1)
+        if isinstance(child, _NEVER_CALLED):
+            found.update(_repeated_blocks(child, f"{path}.", total, is_repeated))
+            continue
+        looks_further = not is_repeated or (isinstance(child, nn.Sequential) and size > total / 4)
+        deeper = _repeated_blocks(child, f"{path}.", total) if looks_further else {}
+        found.update(deeper if deeper or not is_repeated else {path: child})
     return found
 
 

@@ -50,6 +50,10 @@ class Setting:
     """"cpu" or "cuda"."""
     size: GPTSize
     batch: int
+    dtype: str = "float32"
+    """Of parameters, gradients and states alike."""
+    compiled: bool = False
+    """Every block is compiled, for every engine."""
     malloc: str = "default"
     timeout: float = 300.0
     """Seconds that an engine may take to start, or for a turn."""
@@ -91,6 +95,8 @@ class EngineProcesses:
             device=setting.device,
             size=setting.size,
             batch=setting.batch,
+            dtype=setting.dtype,
+            compiled=setting.compiled,
             timeout=setting.timeout,
         )
         self._ranks: list[_RankProcess] = []

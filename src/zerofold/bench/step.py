@@ -35,7 +35,7 @@ REFERENCE = "ddp"
 FLOOR = "none"
 FIRST_WARMUP_STEPS = 2  # lazily made buffers and optimizer states, then an order that was learned
 TURN_WARMUP_STEPS = 1  # the engines before it have emptied the caches
-LOSS_TOLERANCE = 1e-3
+LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}  # by dtype
 COMPARED_ON_GPU = 4  # steps: sums by atomics come in any order there, and training on random tokens is chaotic
 MEMORY_SHARE = 0.8  # of what is available now; the rest is for the system and for estimates that are too low
 
@@ -112,7 +112,7 @@ def measure_batch(
             measurement.rounds.append(seconds)
 
 
-def make_row(engine: str, measurement: Measurement) -> Row:
+def make_row(engine: str, measurement: Measurement, dtype: str = "float32") -> Row:
     if engine in measurement.errors:
         return Row(engine, error=measurement.errors[engine])
     record = measurement.records[engine]
@@ -123,7 +123,7 @@ def make_row(engine: str, measurement: Measurement) -> Row:
         steps = None if record.device_peak_bytes is None else COMPARED_ON_GPU
         reference = [losses[:steps] for losses in measurement.records[REFERENCE].losses]
         loss_diff = figures.largest_gap([losses[:steps] for losses in record.losses], reference)
-    differs = engine != FLOOR and loss_diff is not None and loss_diff > LOSS_TOLERANCE
+    differs = engine != FLOOR and loss_diff is not None and loss_diff > LOSS_TOLERANCE[dtype]
     return Row(
         engine,
         over_ddp=_rounded(over_ddp and over_ddp.median, 4),
@@ -157,9 +157,21 @@ def _selected_engines(names: str) -> list[str]:
     return [name for name in ENGINES if name in wanted or name == REFERENCE]
 
 
-def _make_setting(*, device: str, nproc: int | None, size: GPTSize, batch: int, malloc: str, timeout: float) -> Setting:
+def _make_setting(
+    *,
+    device: str,
+    nproc: int | None,
+    size: GPTSize,
+    batch: int,
+    dtype: str,
+    compiled: bool,
+    malloc: str,
+    timeout: float,
+) -> Setting:
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device must be auto, cpu or cuda, not {device!r}")
+    if dtype not in LOSS_TOLERANCE:
+        raise ValueError(f"--dtype must be {' or '.join(LOSS_TOLERANCE)}, not {dtype!r}")
     if malloc not in MALLOC_SETTINGS:
         raise ValueError(f"--malloc must be {' or '.join(MALLOC_SETTINGS)}, not {malloc!r}")
     gpus = torch.cuda.device_count()
@@ -170,7 +182,16 @@ def _make_setting(*, device: str, nproc: int | None, size: GPTSize, batch: int, 
     world = nproc if nproc is not None else (gpus if device == "cuda" else 2)
     if device == "cuda" and world > gpus:
         raise ValueError(f"--nproc {world}, but there are {gpus} GPUs and a rank needs its own")
-    return Setting(world=world, device=device, size=size, batch=batch, malloc=malloc, timeout=timeout)
+    return Setting(
+        world=world,
+        device=device,
+        size=size,
+        batch=batch,
+        dtype=dtype,
+        compiled=compiled,
+        malloc=malloc,
+        timeout=timeout,
+    )
 
 
 def _engines_at_once(setting: Setting) -> int:
@@ -199,6 +220,8 @@ def bench_step_command(
     seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 4,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, for parameters and all states.")] = "float32",
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile every block, for all engines.")] = False,
     malloc: Annotated[
         str, typer.Option(help="default, or tuned: the allocator keeps freed memory, for every engine alike.")
     ] = "default",
@@ -219,7 +242,16 @@ def bench_step_command(
     try:
         chosen = _selected_engines(engines)
         size = GPTSize(vocab=vocab, width=d, layers=layers, heads=heads, seq=seq)
-        setting = _make_setting(device=device, nproc=nproc, size=size, batch=batch, malloc=malloc, timeout=timeout)
+        setting = _make_setting(
+            device=device,
+            nproc=nproc,
+            size=size,
+            batch=batch,
+            dtype=dtype,
+            compiled=compiled,
+            malloc=malloc,
+            timeout=timeout,
+        )
         if out is not None and not out.parent.is_dir():
             raise ValueError(f"--out {out}: there is no folder {out.parent}")
     except ValueError as error:
@@ -241,10 +273,10 @@ def bench_step_command(
 
             measure_batch(members, setting, measurement, rounds=rounds, steps=steps, progress=progress)
 
-    rows = [make_row(engine, measurement) for engine in chosen]
+    rows = [make_row(engine, measurement, dtype) for engine in chosen]
     result = {
         "machine": _describe_machine(setting),
-        "model": {"psi": size.parameters, **asdict(size), "batch": batch},
+        "model": {"psi": size.parameters, **asdict(size), "batch": batch, "dtype": dtype, "compiled": compiled},
         "method": {"rounds": rounds, "steps": steps, "batches": batches},
         "rows": [asdict(row) for row in rows],
     }
@@ -254,7 +286,7 @@ def bench_step_command(
         typer.echo(json.dumps(result))
     else:
         title = f"{size.parameters / 1e6:.1f}M parameters, {setting.world} ranks, {setting.backend}, "
-        title += f"{rounds} rounds of {steps} steps"
+        title += f"{dtype}, {'compiled, ' if compiled else ''}{rounds} rounds of {steps} steps"
         print_table(Console(), rows, title)
     # A peer may fail; without the reference, or with a row of ours that fails, the run has not done its job.
     if any(row.error and (row.engine == REFERENCE or row.engine.startswith("zf")) for row in rows):

@@ -39,6 +39,8 @@ class RankTask:
     """"cpu" or "cuda"."""
     size: GPTSize
     batch: int
+    dtype: str
+    compiled: bool
     timeout: float
 
 
@@ -109,7 +111,10 @@ class Rank:
         )
         torch.manual_seed(0)
         with self.device:
-            model = GPT(task.size)
+            model = GPT(task.size).to(getattr(torch, task.dtype))
+        if task.compiled:
+            for block in model.blocks:
+                block.compile()
         self.data = RandomTokens(task.size, batch=task.batch, rank=task.rank, device=self.device)
         self.start_bytes = psutil.Process().memory_info().rss
         self.step = engine.build(model, batch=task.batch, device=self.device)

@@ -14,9 +14,9 @@ from zerofold.sharded import ShardedTensor
 
 def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scales all gradients so that their total norm is at most `max_norm`; returns the norm before."""
+    if not engine.row.optimizer.is_cut:  # every rank has everything: torch's own arithmetic and order, to the bit
+        return torch.nn.utils.clip_grad_norm_(engine.model.parameters(), max_norm, norm_type)
     faces = [face for _, face in engine.trainable_faces() if face.grad is not None]
-    if not engine.row.optimizer.is_cut:  # every rank has everything: torch's own arithmetic, to the bit
-        return torch.nn.utils.clip_grad_norm_(faces, max_norm, norm_type)
     gradients = [face.grad.local for face in faces if isinstance(face.grad, ShardedTensor)]
     local = [gradient for gradient in gradients if gradient.numel()]
     total = _sum_of_powers(local, norm_type, engine.groups.gather.device)
