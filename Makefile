@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 PEERS  := $(VENV)/.ready-bench
 ARGS   ?=
 
-.PHONY: train test bench lint setup clean
+.PHONY: train test bench matrix lint setup clean
 
 train: setup
 	$(BIN)/zerofold train $(ARGS)
@@ -23,6 +23,10 @@ lint: setup
 
 bench: $(PEERS)
 	$(BIN)/zerofold bench step $(ARGS)
+
+# Every model × row × feature against DDP, on 2, 3 and 4 ranks; the table goes to the docs.
+matrix: setup
+	PYTHONPATH=src:. $(BIN)/python -m tests.matrix --write docs/matrix.md $(ARGS)
 
 setup: $(READY)
 
