@@ -147,8 +147,8 @@ def test_compiled_blocks_under_activation_checkpointing(ranks: Any, checkpoint: 
 
 def test_a_model_compiled_whole_breaks_at_its_units(ranks: Any) -> None:
     counts = set()
-    for layers in (2, 5):
-        for per_way in ranks(2, against_eager, WHOLE, 3, model_options={"layers": layers}):
+    for layers, ways in ((2, WHOLE), (5, WHOLE[:1])):
+        for per_way in ranks(2, against_eager, ways, 3, model_options={"layers": layers}):
             for same, graphs, traced in per_way.values():
                 assert same
                 assert not traced

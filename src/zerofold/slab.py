@@ -74,8 +74,8 @@ class Slab:
         self.storage.tensor.zero_()
         for index, parameter in enumerate(self.parameters):
             if parameter.is_meta:
-                # The same object gets memory, so whoever holds it (an optimizer) keeps holding it. `.data` has a version
-                # counter of its own: a gather into the storage is not a change of the parameter.
+                # The same object gets memory, so whoever holds it (an optimizer) keeps holding it. `.data` has its own
+                # version counter: a gather into the storage is not a change of the parameter.
                 real = nn.Parameter(self.view(index).data, requires_grad=parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, real)
             else:
