@@ -57,6 +57,12 @@ def thaw(model: Net, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": [*model.layers[1].parameters(), model.inlet.bias], "lr": 2e-2})
 
 
+def thaw_after_a_look(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    """At stage 3 the root is still gathered after a forward that nobody ran backward through."""
+    model(inputs(90))
+    thaw(model, optimizer)
+
+
 def attach_a_module(model: Net, optimizer: torch.optim.Optimizer) -> None:
     torch.manual_seed(2)
     model.layers.append(type(model.layers[0])())
@@ -91,10 +97,41 @@ def remove_a_layer(model: Net, optimizer: torch.optim.Optimizer) -> None:
     del model.layers[3]
 
 
-@pytest.mark.parametrize("change", [thaw, attach_a_module, wrap_a_layer, remove_a_layer])
+@pytest.mark.parametrize("change", [thaw, thaw_after_a_look, attach_a_module, wrap_a_layer, remove_a_layer])
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_changes_are_taken_in(ranks: Any, row: tuple[Any, Any], change: Change) -> None:
     assert max(ranks(2, follows, row, change)) <= 1e-6
+
+
+def held_and_thawed(row: tuple[Any, Any], has_state: bool) -> float:
+    """The optimizer holds the frozen parameters from the start, with state of an earlier training or without."""
+
+    def train(wrap: Any, prepare: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, foreach=False)
+        if has_state:
+            plain_step(model, Averaging(optimizer), 50)
+        model.layers[1].requires_grad_(False)
+        model.inlet.bias.requires_grad_(False)
+        if prepare:
+            zf.prepare(model, optimizer, stage=row[0], cut=row[1])
+        for step in range(4):
+            if step == 2:
+                model.layers[1].a.requires_grad_(True)
+                model.inlet.bias.requires_grad_(True)
+            plain_step(model, wrap(optimizer), step)
+        return [zf.full(p) for p in model.parameters()]
+
+    return largest_difference(train(Averaging, False), train(lambda optimizer: optimizer, True))
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_an_optimizer_that_held_frozen_parameters_trains_them_once_thawed(
+    ranks: Any, row: tuple[Any, Any], has_state: bool
+) -> None:
+    assert max(ranks(2, held_and_thawed, row, has_state)) <= 1e-6
 
 
 def adapters_after_sharding(stage: int) -> tuple[float, set[str]]:
@@ -187,6 +224,30 @@ def test_methods_other_than_forward(ranks: Any, row: tuple[Any, Any]) -> None:
     assert max(ranks(2, methods, row)) <= 1e-6
 
 
+def fails_inside(stale: bool) -> float:
+    """A call of an inner module raises and is caught; later ones must not find what it had gathered."""
+    torch.manual_seed(1)
+    model = WithMethods()
+    zf.prepare(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model.inlet(torch.ones(2, 3))
+    model(inputs(0)).sum().backward()
+    optimizer.step()
+    if stale:
+        model(inputs(1))
+        optimizer.step()
+    with torch.no_grad():
+        found = model.inlet(inputs(2))
+        expected = torch.nn.functional.linear(inputs(2), zf.full(model.inlet.weight), zf.full(model.inlet.bias))
+    zf.close(model)
+    return (found - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_an_inner_call_that_raised_leaves_nothing_behind(ranks: Any, stale: bool) -> None:
+    assert max(ranks(2, fails_inside, stale)) <= 1e-6
+
+
 def misuse(what: str, stage: int) -> None:
     torch.manual_seed(1)
     model = Net()
@@ -220,6 +281,9 @@ def misuse(what: str, stage: int) -> None:
         torch.save(model.state_dict(), io.BytesIO())
     elif what == "attached elsewhere":
         model.layers[1].extra = nn.Linear(2, 2, device="meta")
+    elif what == "another rank":
+        with zf.full_params(model, from_rank=7):
+            pass
     elif what == "different on ranks":
         model.extra = nn.Linear(2, 2 + dist.get_rank())
     plain_step(model, optimizer, 1)
@@ -236,6 +300,7 @@ MISUSES = {
     "pickle": ("cannot be pickled", "zf.full_params(model)"),
     "foreign group": ("of shape (7,) is not one of the model's", "build the optimizer from this model's parameters"),
     "attached elsewhere": ("'layers.1.extra.weight' was attached", "move the new module there first"),
+    "another rank": ("from_rank=7 is no rank of this model", "0 to 1"),
     "different on ranks": ("different models", "'extra.weight"),
 }
 OF_CUT_PARAMETERS = {

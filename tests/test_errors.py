@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.models import Block, TinyGPT, batches, make_model
 from tests.ranks import raised
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerofold as zf
 from zerofold.engine import Engine
@@ -78,10 +78,39 @@ def prepare_badly(case: str) -> None:
         settings |= {"stage": "dp", "cut": "even"}
     elif case == "cost":
         settings |= {"cut": "whole", "cost": lambda p: -1.0}
+    elif case == "no model":
+        model = 5
+    elif case == "no mesh":
+        settings["mesh"] = 5
+    elif case == "no function":
+        settings["init"] = 5
+    elif case == "half a backward":
+        settings["accumulate"] = 1.5
+    elif case == "clip text":
+        settings["clip"] = "1"
+    elif case == "no cost":
+        settings |= {"cut": "whole", "cost": lambda p: None}
+    elif case == "twisted mesh":
+        settings |= {"stage": "hsdp", "mesh": DeviceMesh("cpu", [[1], [0]])}
+    elif case == "failed before":
+        model.positions.extra = nn.Parameter(torch.empty(3, device="meta"))
+        with contextlib.suppress(ValueError):
+            zf.shard(model)
+    elif case == "init fails on rank 1":
+        model.positions.extra = nn.Parameter(torch.empty(3, device="meta"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        settings["init"] = fails_on_rank_1
     elif case == "lbfgs by owner":
         optimizer = torch.optim.LBFGS(model.parameters())
         settings["cut"] = "whole"
     zf.prepare(model, optimizer, **settings)
+
+
+def fails_on_rank_1(module: nn.Module) -> None:
+    if dist.get_rank() == 1:
+        raise FileNotFoundError("no weights here")
+    if hasattr(module, "extra"):
+        nn.init.zeros_(module.extra)
 
 
 CASES = {
@@ -111,6 +140,15 @@ CASES = {
     "flat groups": ("stage='hpz' needs groups of ranks", "mesh of two dimensions"),
     "even dp": ("stage='dp' has no cut='even'", "leave cut out"),
     "cost": ("cost: -1.0 for 'tokens.weight' is no cost", "at least 0"),
+    "no model": ("model must be a torch.nn.Module, not int", ""),
+    "no mesh": ("mesh must be a torch.distributed.device_mesh.DeviceMesh, not int", ""),
+    "no function": ("init=5 must be a function", "or None"),
+    "half a backward": ("accumulate=1.5 must be a whole number", ""),
+    "clip text": ("clip='1' must be a number", ""),
+    "no cost": ("cost: None for 'tokens.weight' is no cost", "return a finite number"),
+    "twisted mesh": ("ranks must ascend along both dimensions", "not [[1], [0]]"),
+    "failed before": ("an earlier attempt to shard this model failed half way", "build it again"),
+    "init fails on rank 1": ("FileNotFoundError: no weights here", ""),
     "lbfgs by owner": ("LBFGS does not work parameter by parameter", "use stage 0"),
 }
 

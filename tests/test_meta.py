@@ -133,20 +133,94 @@ def test_what_the_init_function_leaves_out_is_named(ranks: Any) -> None:
         assert "pass init=" in error
 
 
+class Mixed(nn.Module):
+    """A pretrained part, a head that is new, a mask, and a buffer that the init function replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pretrained, self.head = nn.BatchNorm1d(8), nn.Linear(8, 8, device="meta")
+        self.register_buffer("mask", torch.empty(8, dtype=torch.bool, device="meta"))
+        self.register_buffer("steps", torch.empty(8, device="meta"))
+        nn.init.constant_(self.pretrained.weight, 7.0)
+        self.head.weight.no_decay = True  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        for module in (self.pretrained, self.head):
+            module.reset_parameters()
+        self.mask.fill_(True)
+        self.steps = torch.arange(8.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.pretrained(x))
+        return y
+
+
+def partly_on_meta(stage: int) -> dict[str, Any]:
+    model = Mixed()
+    weight = model.head.weight
+    zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    found = {
+        "pretrained": zf.full(model.pretrained.weight).unique().tolist(),
+        "head": zf.full(model.head.weight).std().item() > 0.05,
+        "mask": model.mask.tolist(),
+        "steps": model.steps.tolist(),
+        "attributes": weight.no_decay,  # type: ignore[attr-defined]
+    }
+    zf.close(model)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_has_values_keeps_them(ranks: Any, stage: int) -> None:
+    expected = {"pretrained": [7.0], "head": True, "mask": [True] * 8, "steps": list(range(8)), "attributes": True}
+    assert ranks(2, partly_on_meta, stage) == [expected] * 2
+
+
+def masked() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model.register_buffer("mask", torch.empty(8, dtype=torch.bool))
+    zf.shard(model)
+
+
+def test_a_mask_left_out_is_named(ranks: Any) -> None:
+    for error in ranks(2, raised, masked):
+        assert "'mask' was on the meta device and got no values" in error
+
+
+def adapters() -> list[float]:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+        model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    zf.shard(model)
+    found = [zf.full(p).abs().max().item() for name, p in model.named_parameters() if "lora_B" in name]
+    zf.close(model)
+    return found
+
+
+def test_adapters_start_as_nothing(ranks: Any) -> None:
+    assert ranks(2, adapters) == [[0.0] * 3] * 2
+
+
 WIDTH, LAYERS = 2048, 12
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)
 
 
 def peak_of_materialising(stage: int) -> tuple[int, int]:
     """Bytes by which this process's memory grew at most, by the kernel's own count, and those of the shards."""
-    with init_ranks("cpu"):
-        zf.close(zf.shard(nn.Sequential(nn.Linear(8, 8)), stage=stage))  # imports, sockets and threads are there
+
+    def materialise(width: int) -> nn.Module:
         with torch.device("meta"):
-            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
+        return zf.shard(model, stage=stage, units=nn.Linear)
+
+    with init_ranks("cpu"):
+        zf.close(materialise(16))  # imports, sockets, threads and code are there
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         before = memory("VmRSS")
-        zf.prepare(model, optimizer, stage=stage, units=nn.Linear)
+        model = materialise(WIDTH)
         grown = memory("VmHWM") - before
         shards = zf.ledger(model).snapshot()["state_bytes"]["parameters"]
         zf.close(model)

@@ -55,6 +55,120 @@ def test_groups_accumulate_and_clip(ranks: Any, row: str, settings: dict[str, An
     assert max(ranks(4, against_ddp, "adamw", row, None, (2, 2), accumulate=3, **settings)) <= 1e-6
 
 
+class Twice(nn.Module):
+    """A reentrant checkpoint reduces a block's gradients in each of its calls; the second must wait for the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(600, 600) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (self.blocks[0], self.blocks[0], self.blocks[1]):
+            x = torch.tanh(torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True))
+        return x
+
+
+def reduced_twice(row: str) -> float:
+    def gradient(stage: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = zf.shard(Twice(), stage=stage, **(groups((2, 2)) if stage == row else {}))
+        x = torch.randn(4, 600, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
+        model(x).pow(2).mean().backward()
+        found = [zf.full_grad(p) for p in model.parameters()]
+        zf.close(model)
+        return [gradient for gradient in found if gradient is not None]
+
+    expected = gradient(0)
+    return largest_difference(expected, gradient(row)) / max(g.abs().max().item() for g in expected)
+
+
+@pytest.mark.parametrize("row", ["hsdp", "hpz"])
+def test_a_block_reduced_twice_in_one_backward(ranks: Any, row: str) -> None:
+    assert max(ranks(4, reduced_twice, row)) <= 1e-5
+
+
+class Alternating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skip: int) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x if number == skip else torch.tanh(block(x))
+        return x
+
+
+def uneven_micro_batches(row: str) -> float:
+    """A unit that only some micro-batches of a step use, not the last one."""
+
+    def train(stage: Any, **settings: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Alternating()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        zf.prepare(model, optimizer, stage=stage, accumulate=3, **settings)
+        for step in range(3):
+            for skip in (2, 0, 1):
+                x = torch.randn(
+                    4, 16, generator=torch.Generator().manual_seed(100 * step + 10 * skip + dist.get_rank())
+                )
+                model(x, skip).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        zf.close(model)
+        return [p.detach() for p in model.parameters()]
+
+    return largest_difference(train(0), train(row, **groups((2, 2))))
+
+
+@pytest.mark.parametrize("row", ["hsdp", "hpz"])
+def test_a_unit_that_the_last_micro_batch_does_not_use(ranks: Any, row: str) -> None:
+    assert max(ranks(4, uneven_micro_batches, row)) <= 1e-6
+
+
+class LooksTwice(torch.optim.SGD):
+    """Evaluates its closure, moves, and evaluates it again before the step that counts, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = lambda: None) -> Any:
+        with torch.enable_grad():
+            closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p in held:
+            p.add_(p.grad, alpha=0.05)
+        with torch.enable_grad():
+            loss = closure()
+        for p in held:
+            p.add_(p.grad, alpha=-0.15)
+        return loss
+
+
+def closures(row: Any, cut: str | None) -> float:
+    def train(model: Any, optimizer: Any) -> None:
+        for batch in batches(3):
+
+            def closure(batch: Any = batch) -> Any:
+                optimizer.zero_grad()
+                loss = model(*batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    reference = make_model()
+    wrapped = nn.parallel.DistributedDataParallel(reference)
+    train(wrapped, LooksTwice(reference.parameters(), lr=0.1))
+    model = make_model()
+    zf.prepare(model, optimizer := LooksTwice(model.parameters(), lr=0.1), stage=row, cut=cut)
+    train(model, optimizer)
+    zf.close(model)
+    return largest_difference(list(reference.parameters()), list(model.parameters()))
+
+
+@pytest.mark.parametrize(("row", "cut"), [("dp", None), (1, "even"), (2, "whole"), (3, "even"), (3, "whole")])
+def test_a_step_that_evaluates_its_closure_twice(ranks: Any, row: Any, cut: str | None) -> None:
+    assert max(ranks(2, closures, row, cut)) <= 1e-6
+
+
 class Muons(nn.Module):
     """Matrices alone, which is what Muon takes."""
 

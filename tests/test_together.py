@@ -95,7 +95,7 @@ class OfManyKinds(nn.Module):
         super().__init__()
         self.layer = nn.Linear(8, 8)
         for dtype in KINDS:
-            self.register_buffer(str(dtype).split(".")[-1], torch.zeros(3, 2).to(dtype).t())
+            self.register_buffer("of_" + str(dtype).split(".")[-1], torch.zeros(3, 2).to(dtype).t())
         self.register_buffer("scalar", torch.tensor(0, dtype=torch.uint8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,6 +106,46 @@ class OfManyKinds(nn.Module):
 
 
 KINDS = (torch.bool, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
+
+
+class Replacing(nn.Module):
+    """Puts a new tensor in the place of its buffer, as running means are often written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        y: Tensor = self.layer(x - self.mean)
+        return y
+
+
+def replaced_buffers(stage: int) -> tuple[float, float]:
+    def train(model: Any, step_model: Any, optimizer: Any) -> None:
+        for step in range(4):
+            step_model(inputs(step)[:, :8]).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    reference = Replacing()
+    wrapped = nn.parallel.DistributedDataParallel(reference)
+    train(reference, wrapped, torch.optim.SGD(reference.parameters(), lr=0.1))
+    dist.broadcast(reference.mean, 0)
+    torch.manual_seed(0)
+    model = Replacing()
+    zf.prepare(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    train(model, model, optimizer)
+    zf.close(model)
+    weights = largest_difference(list(reference.parameters()), list(model.parameters()))
+    return weights, (reference.mean - model.mean).abs().max().item()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffers_that_a_forward_replaces_follow_rank_zero(ranks: Any, stage: int) -> None:
+    assert ranks(2, replaced_buffers, stage) == [(0.0, 0.0)] * 2
 
 
 def buffers_follow(stage: int) -> list[bool]:

@@ -60,6 +60,9 @@ def full_params(model: nn.Module, *, from_rank: int | None = None) -> Iterator[N
     >>> zf.close(model)
     """
     engine = Engine.of(model)
+    ranks = engine.groups.everyone.size
+    if from_rank is not None and not 0 <= from_rank < ranks:
+        raise ValueError(f"from_rank={from_rank} is no rank of this model; it has 0 to {ranks - 1}")
     engine.schedule.hold_all()
     versions = {id(p): p._version for slab in engine.slabs() for p in slab.parameters}
     try:
@@ -79,7 +82,7 @@ def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> N
     for slab in engine.slabs():
         for index, entry in enumerate(slab.entries):
             names.append(entry.name)
-            touched = entry.parameter._version != versions[id(entry.parameter)]
+            touched = entry.parameter._version != versions.get(id(entry.parameter))
             # A change through .data leaves no version behind but differs, unless it is the shard that moved on.
             marks.append(float(touched or (not slab.is_stale and _differs_from_shard(slab, index))))
     changed = torch.tensor(marks, dtype=torch.float64)
@@ -153,6 +156,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     >>> zf.close(model)
     """
     engine = Engine.of(model)
+    engine.end_step()
     engine.reductions.flush()
     return clip_grad_norm(engine, max_norm, norm_type)
 

@@ -24,20 +24,22 @@ class Changes:
     def __init__(self, model: nn.Module, home: Home, schedule: Schedule, reductions: ReductionOrder) -> None:
         self._model, self._home, self._schedule, self._reductions = model, home, schedule, reductions
         self._units = {unit.name: unit for unit in schedule.units}
+        self.count = 0  # of slabs taken in
         self._look()
 
     def _look(self) -> None:
-        self._seen = [(m, tuple(m._modules.values()), len(m._parameters)) for m in self._model.modules()]
+        self._seen = [(m, tuple(m._modules.values()), *_count(m)) for m in self._model.modules()]
 
     def take_in(self, hooks: Hooks) -> None:
         """New parameters and unfrozen ones get their place. Every rank must have made the same changes."""
-        if any(tuple(m._modules.values()) != children or len(m._parameters) != n for m, children, n in self._seen):
+        if any((tuple(m._modules.values()), *_count(m)) != tuple(known) for m, *known in self._seen):
             self._take_in_new(hooks)
+            self._reductions.buffers.look(self._model)
             self._look()
         for unit in self._schedule.units:
             for slab in unit.slabs:
-                if not slab.requires_grad and any(face.requires_grad for face in slab.faces):
-                    self._thaw(unit, slab, hooks)
+                if not slab.requires_grad and any(entry.wants_gradient for entry in slab.entries):
+                    self._replace(unit, [slab], slab.entries, hooks)
 
     def check(self) -> None:
         for unit in self._schedule.units:
@@ -63,11 +65,9 @@ class Changes:
             check_same_on_all_ranks(self._home.groups.control, fingerprint({name: entries}, "attached later"))
             self._replace(self._units[name], [], entries, hooks)
 
-    def _thaw(self, unit: Unit, slab: Slab, hooks: Hooks) -> None:
-        self._replace(unit, [slab], slab.entries, hooks)
-
     def _replace(self, unit: Unit, old: list[Slab], entries: list[Entry], hooks: Hooks) -> None:
-        self._schedule.make_whole(unit)
+        self.count += 1
+        self._schedule.make_current(unit)
         before = unit.full_nbytes
         slabs = [Slab(unit.name, part, self._home) for part in split(unit.name, entries)]
         for slab in slabs:
@@ -86,3 +86,8 @@ class Changes:
                     f"'{entry.name}' was attached after the model was sharded and is on {entry.parameter.device}; the "
                     f"model is on {self._home.device}: move the new module there first"
                 )
+
+
+def _count(module: nn.Module) -> tuple[int, int]:
+    """Of parameters and buffers: one may come in the place of a None."""
+    return sum(p is not None for p in module._parameters.values()), len(module._buffers)

@@ -45,10 +45,10 @@ def choose_owners(assigned: dict[str, list[Entry]], row: Row, world: int, cost: 
 def _cost(entry: Entry, cost: Cost | None) -> float:
     if cost is None or not entry.parameter.requires_grad:
         return float(entry.parameter.nbytes)
-    found = float(cost(entry.parameter))
-    if not 0 <= found < float("inf"):
+    found = cost(entry.parameter)
+    if not isinstance(found, (int, float)) or not 0 <= found < float("inf"):
         raise ValueError(f"cost: {found} for '{entry.name}' is no cost; return a finite number of at least 0")
-    return found
+    return float(found)
 
 
 def live_bound(assigned: dict[str, list[Entry]], row: Row, world: int, given: int | None) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
+from zerofold.agree import agree
 from zerofold.buffers import Buffers
 from zerofold.changes import Changes
 from zerofold.dealing import live_bound, split
@@ -16,7 +19,7 @@ from zerofold.placement import Row
 from zerofold.reduce import Reducer
 from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule
-from zerofold.sharded import StepScope
+from zerofold.sharded import ShardedParameter, StepScope
 from zerofold.slab import Entry, Home, Slab
 from zerofold.unit import Unit
 
@@ -50,7 +53,12 @@ class Engine:
         for index, (name, entries) in enumerate(assigned.items()):
             slabs = [Slab(name, part, home) for part in split(name, entries)]
             if materialiser is not None:
-                materialiser.fill(name, slabs)
+                try:
+                    agree(groups.control, partial(materialiser.fill, name, slabs))
+                except Exception:
+                    setattr(model, _ATTRIBUTE, None)  # half of it is sharded: it must not be tried again
+                    groups.destroy()
+                    raise
             for slab in slabs:
                 slab.share()
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
@@ -61,10 +69,28 @@ class Engine:
         self.changes = Changes(model, home, self.schedule, self.reductions)
         self.hooks = Hooks(self.schedule, self.reductions, self.take_in_changes, self.changes.check)
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._changing: list[Slab] = []  # in the step under way
         self.is_closed = False
         setattr(model, _ATTRIBUTE, self)
 
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Where parameters have owners: until `end_step`, this optimizer sees what this rank owns, and all of it."""
+        if not self.row.has_owners:
+            return
+        faces = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+        changing = {id(face) for face in faces if face.grad is not None}
+        self._changing = [slab for slab in self.slabs() if any(id(face) in changing for face in slab.faces)]
+        self.step.open([face for face in faces if not face.spec.is_owned_here])
+
+    def end_step(self) -> None:
+        """Also after a step that raised, and before a forward inside one (a closure)."""
+        if self.step.is_open:
+            self.step.close()
+            for slab in self._changing:  # by their owners: the next use gathers, on every rank alike
+                slab.mark_changed()
+
     def take_in_changes(self) -> None:
+        self.end_step()
         self.changes.take_in(self.hooks)
 
     @property
@@ -82,6 +108,10 @@ class Engine:
     def is_on(model: nn.Module) -> bool:
         return any(hasattr(module, _ATTRIBUTE) for module in model.modules())
 
+    @staticmethod
+    def is_broken(model: nn.Module) -> bool:
+        return any(getattr(module, _ATTRIBUTE, model) is None for module in model.modules())
+
     def slabs(self) -> list[Slab]:
         return [slab for unit in self.units for slab in unit.slabs]
 
@@ -98,8 +128,7 @@ class Engine:
         found = []
         for slab in self.slabs():
             for entry, face in zip(slab.entries, slab.faces, strict=True):
-                shown = [module._parameters.get(attribute) for module, attribute in entry.sites]
-                if slab.requires_grad and any(p is not None and p.requires_grad for p in shown):
+                if slab.requires_grad and entry.wants_gradient:
                     found.append((entry.name, face))
         return found
 

@@ -111,7 +111,7 @@ def _all_along(mesh: DeviceMesh | None, axes: tuple[str, ...]) -> list[list[int]
     else:
         ranks = mesh.mesh.view(-1, mesh.mesh.shape[-1])
     if ACROSS in axes and INSIDE in axes:
-        return [ranks.reshape(-1).tolist()]
+        return [sorted(ranks.reshape(-1).tolist())]
     if axes:
         return (ranks if INSIDE in axes else ranks.t()).tolist()
     return ranks.reshape(-1, 1).tolist()

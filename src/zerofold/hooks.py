@@ -25,7 +25,7 @@ from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule, in_backward
 from zerofold.sharded import COPYING, PICKLING, ShardedTensor
 from zerofold.slab import Slab
-from zerofold.unit import State, Unit
+from zerofold.unit import Unit
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class Hooks:
         if torch.compiler.is_compiling():
             return
         unit = self._unit_of[module]
-        if self.schedule.is_in_use(unit) or (unit in self._lent and unit.state is State.READY):
+        if self.schedule.is_in_use(unit) or (unit in self._lent and self.schedule.is_kept(unit)):
             return
         self._enter_forward()
         self._lent[unit] = module
@@ -225,6 +225,7 @@ class Hooks:
         self._callback_queued = False
         self._forget_begun()
         if not torch.is_grad_enabled():
+            self._lent.clear()
             self.schedule.end_backward()
         self._check()
         self.reductions.end_backward()

@@ -1,13 +1,15 @@
 """A model on the meta device gets its values unit by unit: each is cut before the next one takes memory.
 
-Values come from an init function, called for each module whose parameters or buffers have just got memory. Memory is
-filled with a mark first, so that what the function leaves out is noticed and named.
+Values come from an init function, called for each module under which something has just got memory. That memory is
+filled with a mark first, so that what the function leaves out is noticed and named. What has values already (a
+pretrained part, a unit done before) is away meanwhile, with stand-ins on the meta device in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,25 +50,25 @@ class Materialiser:
         """Values for the parameters of these slabs, whose memory is there, and for the buffers of their modules."""
         holders = {module: None for slab in slabs for entry in slab.entries for module, _ in entry.sites}
         modules = [module for module in {**dict.fromkeys(self._by_unit[unit]), **holders} if module in self._empty]
-        own = {id(entry.parameter) for slab in slabs for entry in slab.entries}
-        fresh: list[tuple[str, Tensor]] = []
-        for slab in slabs:
-            for index in slab.unfilled:
-                _mark(slab.parameters[index])
-                fresh.append((slab.entries[index].name, slab.parameters[index]))
+        parameters = {slab.entries[i].name: slab.parameters[i] for slab in slabs for i in slab.unfilled}
+        places: list[tuple[nn.Module, str]] = []
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = real = torch.empty_like(buffer, device=self._device)
-                    _mark(real)
-                    fresh.append((f"{self._names[module]}.{name}".lstrip("."), real))
+                    module._buffers[name] = torch.empty_like(buffer, device=self._device)
+                    places.append((module, name))
+        buffers = [tensor for module, name in places if (tensor := module._buffers[name]) is not None]
+        fresh = {id(tensor) for tensor in (*parameters.values(), *buffers)}
+        for tensor in (*parameters.values(), *buffers):
+            _mark(tensor)
         for module in modules:
-            with _others_away(module, own):
+            with _others_away(module, fresh):
                 self._init(module)
-        self._check(fresh)
+        found = {f"{self._names[module]}.{name}".lstrip("."): module._buffers[name] for module, name in places}
+        self._check({**parameters, **found})
 
-    def _check(self, fresh: list[tuple[str, Tensor]]) -> None:
-        left = [name for name, tensor in fresh if _is_marked(tensor)]
+    def _check(self, fresh: dict[str, Tensor | None]) -> None:
+        left = [name for name, tensor in fresh.items() if tensor is None or tensor.is_meta or _is_marked(tensor)]
         if left:
             raise ValueError(
                 f"'{left[0]}' was on the meta device and got no values ({len(left)} such tensor(s)): pass init=, a "
@@ -75,7 +77,10 @@ class Materialiser:
 
 
 def _own_init_of(model: nn.Module) -> Init:
-    """Hugging Face's `_init_weights` of the innermost model around a module, else torch's `reset_parameters`."""
+    """Hugging Face's `_init_weights` of the innermost model around a module, else torch's `reset_parameters`.
+
+    A PEFT layer then starts its adapters over in its own way: to the model around it they are ordinary layers.
+    """
     around: dict[nn.Module, Init] = {}
 
     def look(module: nn.Module, init: Init | None) -> None:
@@ -88,10 +93,14 @@ def _own_init_of(model: nn.Module) -> Init:
     look(model, None)
 
     def run(module: nn.Module) -> None:
-        for init in (around.get(module), _method(module, "reset_parameters"), _method(module, "_reset_parameters")):
-            if init is not None:
-                init(module)
-                return
+        ways = (around.get(module), _method(module, "reset_parameters"), _method(module, "_reset_parameters"))
+        chosen = next((way for way in ways if way is not None), None)
+        if chosen is not None:
+            chosen(module)
+        layer: Any = module
+        if hasattr(module, "reset_lora_parameters"):
+            for adapter in (*layer.lora_A, *layer.lora_embedding_A):
+                layer.reset_lora_parameters(adapter, True)
 
     return run
 
@@ -102,29 +111,41 @@ def _method(module: nn.Module, name: str) -> Init | None:
 
 
 @contextmanager
-def _others_away(module: nn.Module, own: set[int]) -> Iterator[None]:
-    """Parameters of another unit that the same module holds must not be filled again: a stand-in takes their place."""
-    away = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in own and not p.is_meta}
-    for name, p in away.items():
-        stand_in = torch.empty(p.shape, dtype=p.dtype, device="meta")
-        module._parameters[name] = nn.Parameter(stand_in, requires_grad=p.requires_grad)
+def _others_away(module: nn.Module, fresh: set[int]) -> Iterator[None]:
+    """Under the module, stand-ins on the meta device take the place of everything that has values already."""
+    away: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+    for inner in module.modules():
+        held: list[dict[str, Tensor | None]] = [inner._parameters, inner._buffers]  # type: ignore[list-item]
+        for tensors in held:
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in fresh and not tensor.is_meta:
+                    away.append((tensors, name, tensor))
+                    stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    is_parameter = tensors is inner._parameters
+                    tensors[name] = nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in
     try:
         yield
     finally:
-        module._parameters.update(away)
+        for tensors, name, tensor in away:
+            tensors[name] = tensor
 
 
 def _mark(tensor: Tensor) -> None:
-    if tensor.dtype is not torch.bool:  # two values leave no room for a mark
+    if tensor.dtype is torch.bool:
+        tensor.detach().view(torch.uint8).fill_(255)  # neither of its two values
+    else:
         tensor.detach().fill_(_mark_of(tensor))
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    if tensor.dtype is torch.bool or not tensor.numel():
-        return False
     values = tensor.detach()
-    unset = values.isnan() if values.is_floating_point() or values.is_complex() else values == _mark_of(values)
-    return bool(unset.any())
+    if not values.numel():
+        return False
+    if values.dtype is torch.bool:
+        return bool(values.view(torch.uint8).max() > 1)
+    if values.is_floating_point() or values.is_complex():
+        return bool(values.sum().isnan())  # which one mark is enough for, and takes no memory of the same size
+    return bool(values.max() == _mark_of(values))
 
 
 def _mark_of(tensor: Tensor) -> float | int:

@@ -105,7 +105,8 @@ def shard(
     device        where a model on the meta device goes; the accelerator if there is one, else the CPU
     live_bytes    bound on gathered parameter bytes at any time (stage 3); by default a unit and one ahead
     buffer_bytes  size of one fused communication buffer
-    accumulate    backwards that make a step: where gradients stay whole (stages 0 and 1), only the last one reduces
+    accumulate    backwards that make a step: only the last one reduces where gradients stay whole (stages 0, 1, dp),
+                  and across groups (hsdp)
     overlap       False runs every communication to its end at once: slower, the same bits, for debugging
 
     >>> import torch, zerofold as zf
@@ -118,14 +119,11 @@ def shard(
             "there is no process group yet: start the script with torchrun (or zerofold launch) and call "
             "torch.distributed.init_process_group() before zerofold"
         )
-    if mesh is not None and not 1 <= mesh.ndim <= 2:
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions; pass the one or two to shard over, for example mesh['data']"
-        )
+    _check_kinds(model, mesh, cost=cost, init=init)
     control = make_control(mesh, overlap=overlap)
     try:
+        agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate))
         plan = agree(control, lambda: _plan(model, stage, cut, units, mesh, cost, live_bytes, device))
-        agree(control, lambda: _check_numbers(buffer_bytes=buffer_bytes, accumulate=accumulate))
         numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
         settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}"
         check_same_on_all_ranks(control, fingerprint(plan.assigned, settings))
@@ -208,8 +206,8 @@ def _plan(
             f"stage={chosen.name!r} needs groups of ranks: pass a mesh of two dimensions, for example "
             "mesh=init_device_mesh('cuda', (nodes, gpus_per_node), mesh_dim_names=('across', 'inside'))"
         )
-    if live_bytes is not None and live_bytes <= 0:
-        raise ValueError(f"live_bytes={live_bytes} must be a positive number of bytes, or None for the default")
+    if Engine.is_broken(model):
+        raise ValueError("an earlier attempt to shard this model failed half way, so it cannot be used: build it again")
     if Engine.is_on(model):
         raise ValueError("this model is already sharded; call zf.close(model) first to shard it another way")
     found = _device_of(model, mesh, device)
@@ -221,7 +219,34 @@ def _plan(
     return _Plan(chosen, found, modules, assigned)
 
 
-def _check_numbers(*, buffer_bytes: int, accumulate: int) -> None:
+def _check_kinds(model: nn.Module, mesh: DeviceMesh | None, **functions: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name}={function!r} must be a function, or None")
+    if mesh is None:
+        return
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, not {type(mesh).__name__}")
+    if not 1 <= mesh.ndim <= 2:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions; pass the one or two to shard over, for example mesh['data']"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh; only its ranks may call zerofold with it")
+    if mesh.ndim == 2 and not all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in (0, 1)):
+        ranks = mesh.mesh.tolist()
+        raise ValueError(f"mesh: ranks must ascend along both dimensions, as init_device_mesh makes them, not {ranks}")
+
+
+def _check_numbers(live_bytes: int | None, buffer_bytes: int, accumulate: int) -> None:
+    numbers = {"live_bytes": live_bytes, "buffer_bytes": buffer_bytes, "accumulate": accumulate}
+    for name, number in numbers.items():
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+            raise TypeError(f"{name}={number!r} must be a whole number")
+    if live_bytes is not None and live_bytes <= 0:
+        raise ValueError(f"live_bytes={live_bytes} must be a positive number of bytes, or None for the default")
     if buffer_bytes < 1024:
         raise ValueError(f"buffer_bytes={buffer_bytes} is too small for a communication buffer; give at least 1024")
     if accumulate < 1:

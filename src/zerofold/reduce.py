@@ -45,6 +45,7 @@ class Reducer:
     def __init__(self, comm: Comm, across: Comm | None, pool: BufferPool) -> None:
         self.comm, self.across, self.pool = comm, across, pool
         self._pending: deque[Callable[[], None]] = deque()
+        self._averaged: set[int] = set()  # shards that may be under way across groups, by id
 
     def all_reduce(self, flat: Tensor, *, unit: str) -> None:
         """Averages `flat`, already divided by N, in place on every rank."""
@@ -52,6 +53,10 @@ class Reducer:
         self._pending.append(handle.wait)  # in place, no buffer: any number may be in flight
 
     def to_owners(self, reduction: Reduction) -> None:
+        if id(reduction.shard) in self._averaged:
+            self.finish()  # the same slab again: nothing may be added to what is being averaged in place
+        if reduction.across:
+            self._averaged.add(id(reduction.shard))
         for chunk in reduction.layout.chunks(self.pool.capacity(reduction.shard.dtype)):
             while len(self._pending) >= _IN_FLIGHT:
                 self._pending.popleft()()
@@ -62,6 +67,7 @@ class Reducer:
     def finish(self) -> None:
         while self._pending:
             self._pending.popleft()()
+        self._averaged.clear()
 
     def _start(self, reduction: Reduction, chunk: Chunk) -> Callable[[], None]:
         rank = self.comm.rank

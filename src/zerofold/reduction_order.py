@@ -138,7 +138,7 @@ class ReductionOrder:
                 "one computed with wrong weights; every rank must run the same modules in the same order. Last "
                 f"calls here: {self.control.traffic.last(8)}"
             )
-        slabs, changed = len(self._order), len(self.buffers.groups)
+        slabs, changed = len(self._order), len(self.buffers.holders)
         left, present = flags[:slabs], iter(flags[slabs + changed :])
         self.buffers.synchronize(flags[slabs : slabs + changed])
         for slab, is_left in zip(self._order, left, strict=True):
@@ -159,7 +159,8 @@ class ReductionOrder:
         self._had_gradient.clear()
 
     def _launch(self, slab: Slab) -> None:
-        self._had_gradient.setdefault(slab, set()).update(slab.gradients.arrived_since_reduce)
+        had = slab.gradients.arrived_since_reduce | slab.gradients.awaiting_across()
+        self._had_gradient.setdefault(slab, set()).update(had)
         slab.gradients.launch(self.reducer, slab.unit, across=self._across and self.reducer.across is not None)
 
     def _state(self) -> Tensor:

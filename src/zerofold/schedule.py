@@ -43,6 +43,7 @@ class Schedule:
         self._in_forward: Counter[Unit] = Counter()  # calls under way
         self._in_backward: Counter[Unit] = Counter()
         self._kept: set[Unit] = set()  # until backward ends: autograd may come back to them unannounced
+        self._lent: set[Unit] = set()  # among the kept: for a call of a module inside them
         self._live = 0
 
     # forward
@@ -60,7 +61,7 @@ class Schedule:
         if in_backward() or self._is_pinned(unit):
             return
         if unit is self.root and not expects_backward:
-            self._kept.clear()
+            self._forget(self.units)
             self.release_all()
         elif unit is not self.root and not self._is_needed_soon(unit, expects_backward):
             self._release(unit)
@@ -93,7 +94,7 @@ class Schedule:
 
     def end_backward(self) -> None:
         self._in_backward.clear()
-        self._kept.clear()
+        self._forget(self.units)
         self.release_all()
 
     # gathering
@@ -107,17 +108,24 @@ class Schedule:
 
     def lend(self, unit: Unit) -> None:
         """Gathers a unit for a call of a module inside it, and keeps it until backward ends or it is taken back."""
-        self._make_current(unit)
-        self._kept.add(unit)
+        self.make_current(unit)
+        if unit not in self._kept:
+            self._kept.add(unit)
+            self._lent.add(unit)
 
     def take_back(self, unit: Unit) -> None:
-        self._kept.discard(unit)
-        if not self._is_pinned(unit):
-            self._release(unit)
+        if unit in self._lent:
+            self._forget([unit])
+            if not self._is_pinned(unit):
+                self._release(unit)
 
-    def make_whole(self, unit: Unit) -> None:
-        """Gathers a unit outside the order of things; whoever asks releases it."""
-        self._make_current(unit)
+    def is_kept(self, unit: Unit) -> bool:
+        """Gathered, current, and staying so."""
+        return unit in self._kept and unit.state is State.READY and not unit.is_stale
+
+    def _forget(self, units: list[Unit]) -> None:
+        self._kept.difference_update(units)
+        self._lent.difference_update(units)
 
     def resized(self, unit: Unit, by: int) -> None:
         """A gathered unit takes more or less memory than it did."""
@@ -132,7 +140,7 @@ class Schedule:
         """Gathers everything and keeps it until `let_go`."""
         self.holders += 1
         for unit in self.units:
-            self._make_current(unit)
+            self.make_current(unit)
 
     def let_go(self) -> None:
         self.holders -= 1
@@ -151,10 +159,11 @@ class Schedule:
 
     def _use(self, unit: Unit, uses: Counter[Unit]) -> None:
         uses[unit] += 1
-        self._make_current(unit)
+        self.make_current(unit)
         self._prefetch(torch.is_grad_enabled())
 
-    def _make_current(self, unit: Unit) -> None:
+    def make_current(self, unit: Unit) -> None:
+        """Gathers a unit that is released or out of date, and waits for it."""
         if unit.state is State.GATHERING:
             unit.wait()
         if unit.state is State.RELEASED or unit.is_stale:

@@ -39,6 +39,20 @@ class StepScope:
 
     def __init__(self) -> None:
         self.is_open = False
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def open(self, others: list[ShardedParameter]) -> None:
+        """`others` belong to other ranks. Their gradients are empty here; without one, the optimizer skips them."""
+        self.is_open = True
+        self._hidden = [(p, p.grad) for p in others if p.grad is not None]
+        for p, _ in self._hidden:
+            p.grad = None
+
+    def close(self) -> None:
+        self.is_open = False
+        for p, gradient in self._hidden:
+            p.grad = gradient
+        self._hidden = []
 
 
 @dataclass(frozen=True, eq=False)

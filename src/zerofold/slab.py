@@ -33,6 +33,12 @@ class Entry:
     owner: int = 0  # where the row gives parameters owners
     face: ShardedParameter | None = None  # what stands for it outside its unit and in optimizers, once it is cut
 
+    @property
+    def wants_gradient(self) -> bool:
+        """By what the model shows of it now, which is what a user freezes and thaws."""
+        shown = [module._parameters.get(attribute) for module, attribute in self.sites]
+        return any(p is not None and p.requires_grad for p in shown)
+
 
 class Home(NamedTuple):
     """What all slabs of a model share."""
@@ -77,6 +83,7 @@ class Slab:
                 # The same object gets memory, so whoever holds it (an optimizer) keeps holding it. `.data` has its own
                 # version counter: a gather into the storage is not a change of the parameter.
                 real = nn.Parameter(self.view(index).data, requires_grad=parameter.requires_grad)
+                vars(real).update(vars(parameter))
                 torch.utils.swap_tensors(parameter, real)
             else:
                 self.view(index).copy_(parameter.detach())
@@ -159,6 +166,7 @@ class Slab:
             entry.face = ShardedParameter(local, spec, requires_grad=entry.parameter.requires_grad)
         else:  # cut anew: the optimizer may hold the face already
             entry.face._local, entry.face._spec = local.detach(), spec
+            entry.face.requires_grad_(entry.parameter.requires_grad)
         return entry.face
 
     def _gradients(self, row: Row) -> Gradients:

@@ -16,6 +16,8 @@ from zerofold.sharded import ShardedParameter, ShardedTensor
 
 def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], clip: float | None) -> None:
     """Raises with the name and the fix when these optimizers cannot train this model."""
+    if clip is not None and not isinstance(clip, (int, float)):
+        raise TypeError(f"clip={clip!r} must be a number")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip={clip} must be a positive norm; leave it out for no clipping")
     faces = engine.faces()
@@ -71,20 +73,17 @@ def _check_kind(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
 def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
     _rebase(engine, optimizer, optimizer.param_groups)
     engine.optimizers.append(optimizer)
-    known_groups = len(optimizer.param_groups)
-    hidden: list[tuple[Tensor, Tensor]] = []
+    known = len(optimizer.param_groups), engine.changes.count
 
     def finish_gradients() -> None:
         engine.changes.check()
         engine.reductions.flush()
         if clip is not None:
             clip_grad_norm(engine, clip)
-        if engine.row.has_owners:
-            hidden.extend(_hide_others(optimizer))
-            engine.step.is_open = True
+        engine.begin_step(optimizer)
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        nonlocal known_groups
+        nonlocal known
         if engine.is_closed:
             if engine.row.optimizer.is_cut:
                 raise RuntimeError(
@@ -92,11 +91,13 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: flo
                     "on the model's parameters"
                 )
             return None
-        if len(optimizer.param_groups) != known_groups:  # add_param_group
+        engine.end_step()  # of another optimizer, or one that raised
+        now = len(optimizer.param_groups), engine.changes.count
+        if now != known:  # a group was added, or parameters were cut anew
             _check_groups(optimizer, optimizer.param_groups, engine.faces())
             _check_kind(engine, optimizer)
             _rebase(engine, optimizer, optimizer.param_groups)
-            known_groups = len(optimizer.param_groups)
+            known = now
         itself, *positional = args
         closure = kwargs.get("closure", positional[0] if positional else None)
         if closure is None:
@@ -109,10 +110,7 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: flo
     def after_step(*_: Any) -> None:
         if engine.is_closed:
             return
-        engine.step.is_open = False
-        if hidden:
-            _show_others(engine, hidden)
-            hidden.clear()
+        engine.end_step()
         if engine.row.refreshes_after_step:
             engine.schedule.refresh()
 
@@ -128,30 +126,9 @@ def _rebase(engine: Engine, optimizer: torch.optim.Optimizer, groups: list[dict[
         before = group["params"]
         group["params"] = [faces[id(p)][1] if id(p) in faces else p for p in before]
         for old, new in zip(before, group["params"], strict=True):
-            if old is not new and old in optimizer.state:
+            if old in optimizer.state:
                 optimizer.state[new] = _cut_state(optimizer.state.pop(old), new, scalars)
         _keep_many_tensor_kernels(group)
-
-
-def _hide_others(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """What other ranks own shows an empty gradient here; without one, the optimizer leaves it alone."""
-    hidden: list[tuple[Tensor, Tensor]] = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if isinstance(p, ShardedParameter) and not p.spec.is_owned_here and p.grad is not None:
-                hidden.append((p, p.grad))
-                p.grad = None
-    return hidden
-
-
-def _show_others(engine: Engine, hidden: list[tuple[Tensor, Tensor]]) -> None:
-    """Their owners have changed them: the next use gathers, on every rank alike."""
-    changed = {id(p) for p, _ in hidden}
-    for p, gradient in hidden:
-        p.grad = gradient
-    for slab in engine.slabs():
-        if any(id(face) in changed for face in slab.faces):
-            slab.mark_changed()
 
 
 def _then(closure: Callable[[], Any], afterwards: Callable[[], None]) -> Callable[[], Any]:
@@ -168,8 +145,11 @@ def _cut_state(state: dict[str, Any], face: Tensor, scalars: frozenset[str]) -> 
         return state
 
     def cut(key: str, value: Any) -> Any:
-        per_element = isinstance(value, Tensor) and value.shape == face.shape and key not in scalars
-        if not per_element or isinstance(value, ShardedTensor):
+        if isinstance(value, ShardedTensor):
+            if value.spec is face.spec:
+                return value
+            value = value.full_tensor()  # the parameter was cut anew; all ranks come here
+        if not isinstance(value, Tensor) or value.shape != face.shape or key in scalars:
             return value
         return ShardedTensor(face.spec.cut(value).clone(), face.spec)
 
