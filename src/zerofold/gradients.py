@@ -124,6 +124,7 @@ class CutGradients:
         self._is_shown = [False] * len(parameters)  # as faces[i].grad, which alone keeps it: clearing frees it
         self._holds_value = [False] * len(parameters)  # the shard's piece holds a gradient: add, do not overwrite
         self._taken: set[int] = set()  # p.grad is None because we took it, not because the user cleared it
+        self._on_parameters = [FaceGradient(face) for face in faces]
         self._flat: Tensor | None = None
 
     def before_accumulate(self, index: int) -> None:
@@ -147,7 +148,9 @@ class CutGradients:
             self._notice_clearing(index)
 
     def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None:
-        self.forget_cleared()
+        for index in range(len(self.parameters)):
+            if index not in self.arrived_since_reduce:  # the others were looked at when they arrived
+                self._notice_clearing(index)
         self.arrived_since_reduce.clear()
         self._awaits_across = not across and reducer.across is not None
         local, self._local = self._local, [None] * len(self.parameters)
@@ -209,7 +212,7 @@ class CutGradients:
         face.grad.is_unreduced = unreduced
         self._is_shown[index] = True
         self._taken.discard(index)
-        self.parameters[index].grad = FaceGradient(face)
+        self.parameters[index].grad = self._on_parameters[index]
 
     def _adopt(self, local: list[Tensor | None]) -> None:
         """Alone, the local gradient is the mean and becomes the piece itself: no copy."""

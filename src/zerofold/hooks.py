@@ -49,6 +49,7 @@ class Hooks:
         self.schedule, self.reductions = schedule, reductions
         self._before_anything, self._check = before_anything, check
         self._handles: list[RemovableHandle] = []
+        self._modules: dict[Unit, list[nn.Module]] = {}
         self._lent: dict[Unit, nn.Module] = {}  # units gathered for one module inside them
         self._unit_of: dict[nn.Module, Unit] = {}  # units themselves, and modules that hold their parameters
         # The same two on all modules: with others on each block, torch.compile would make a graph for each.
@@ -85,6 +86,7 @@ class Hooks:
         self._handles.append(unit.module.register_forward_hook(_UnitHook(after), always_call=True))
 
     def install_on(self, unit: Unit, slab: Slab) -> None:
+        self._modules.clear()
         for index, parameter in enumerate(slab.parameters):
             if slab.requires_grad:
                 self._install_on_parameter(slab, index, parameter)
@@ -169,13 +171,20 @@ class Hooks:
         """Whether anything that came out may lead backward into the call; if so, it will be noticed."""
         outputs = list(tensors_in(output)) if torch.is_grad_enabled() else []
         # Results left on modules (auxiliary losses) take part in backward like outputs.
-        outputs += [t for module in call.unit.module.modules() for t in _left_on(module)] if outputs else []
+        outputs += [t for module in self._modules_of(call.unit) for t in _left_on(module)] if outputs else []
         nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(partial(self._begins, call))
         if nodes:
             self._waiting.add(call)
         return bool(nodes)
+
+    def _modules_of(self, unit: Unit) -> list[nn.Module]:
+        """The modules of a unit without those of units inside it, which have been looked at by then."""
+        if unit not in self._modules:
+            inner = {other.module for other in self.schedule.units if other is not unit}
+            self._modules[unit] = list(_without(unit.module, inner))
+        return self._modules[unit]
 
     def _refuse_views_of_parameters(self, unit: Unit, output: Any) -> None:
         """After the forward their memory is gone, and reading them would crash the process."""
@@ -290,6 +299,13 @@ def _is_leaf_with_grad(value: Any) -> bool:
 def _behind_a_node(value: Any) -> Any:
     """A leaf's own node runs as early as it can, so it tells nothing about the call; a view's node runs in turn."""
     return value.view_as(value) if _is_leaf_with_grad(value) and not isinstance(value, ShardedTensor) else value
+
+
+def _without(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if child not in others:
+            yield from _without(child, others)
 
 
 def _left_on(module: nn.Module) -> list[Tensor]:

@@ -128,7 +128,8 @@ class ReductionOrder:
         for slab in self._expected[self._launched :]:
             self._launch(slab)
         for slab in self._order:
-            slab.gradients.forget_cleared()
+            if slab not in self._had_gradient:  # those have just been launched
+                slab.gradients.forget_cleared()
         numbers = self._state()
         self.control.all_reduce(numbers, unit="agreement", op=dist.ReduceOp.MAX).wait()
         tag, negative_tag, *flags = numbers.tolist()

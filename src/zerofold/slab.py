@@ -72,6 +72,7 @@ class Slab:
         self.requires_grad = first.requires_grad
         self.layout = lay_out(entries, home.row, self.comm.size)
         self.storage = FlatStorage(self.layout.size, first.dtype, home.device, home.cache)
+        self._storage_id = self.storage.tensor.untyped_storage()._cdata
         # With one rank the shard is all there is: it stays in the storage, and gathering has nothing to do.
         self.has_own_shard = home.row.parameters.is_cut and self.comm.size > 1
         copies = home.groups.copy
@@ -151,7 +152,7 @@ class Slab:
         return self.storage.tensor[start : start + self.layout.numels[index]].view(self.parameters[index].shape)
 
     def holds(self, parameter: Tensor) -> bool:
-        return parameter.untyped_storage()._cdata == self.storage.tensor.untyped_storage()._cdata
+        return parameter.untyped_storage()._cdata == self._storage_id
 
     def _face(self, index: int) -> ShardedParameter:
         entry, world = self.entries[index], range(self.comm.size)

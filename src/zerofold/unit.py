@@ -51,8 +51,8 @@ class Unit:
         self._state = state
 
     def _full_nbytes(self) -> int:
-        """What gathering it takes."""
-        return sum(slab.storage.full_nbytes for slab in self.slabs) if self.is_cut else 0
+        """What gathering it takes; nothing where the shard is all there is and stays in the storage."""
+        return sum(slab.storage.full_nbytes for slab in self.slabs if slab.has_own_shard)
 
     @property
     def trainable_slabs(self) -> list[Slab]:
