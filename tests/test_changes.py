@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 import zerofold as zf
 
-ROWS = [("dp", None), (0, None), (1, None), (2, None), (3, None), (2, "whole"), (3, "whole")]
+ROWS = [("dp", None), (0, None), (2, None), (3, None), (3, "whole")]
 
 Change = Callable[[Any, Any], None]
 

@@ -29,7 +29,7 @@ def held_states(stage: int) -> dict[str, Any]:
     return {**snapshot, "optimizer": after["state_bytes"]["optimizer"], "parameters": count}
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_states_take_what_the_formula_says(ranks: Any, world: int, stage: int) -> None:
     cut = {0: (), 1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "parameters")}[stage]

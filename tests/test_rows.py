@@ -43,8 +43,10 @@ def test_owners_update_as_one_process_would(ranks: Any, row: Any, cut: str | Non
     assert max(ranks(3, against_ddp, optimizer, row, cut, None, model_options=without_noise)) <= 1e-6
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
-@pytest.mark.parametrize("row", ["hsdp", "hpz", 3, 2])
+@pytest.mark.parametrize(
+    ("row", "shape"),
+    [("hsdp", (2, 2)), ("hsdp", (4, 1)), ("hsdp", (1, 4)), ("hpz", (2, 2)), ("hpz", (4, 1)), (3, (2, 2)), (2, (2, 2))],
+)
 def test_groups_give_what_ddp_gives(ranks: Any, row: Any, shape: tuple[int, int]) -> None:
     assert max(ranks(4, against_ddp, "adamw", row, None, shape)) <= 1e-6
 
