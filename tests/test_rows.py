@@ -62,31 +62,37 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(600, 600) for _ in range(2))
+        self.block = nn.Linear(1500, 1500)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in (self.blocks[0], self.blocks[0], self.blocks[1]):
-            x = torch.tanh(torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True))
+        for _ in range(2):
+            x = torch.tanh(torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=True))
         return x
 
 
 def reduced_twice(row: str) -> float:
-    def gradient(stage: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = zf.shard(Twice(), stage=stage, **(groups((2, 2)) if stage == row else {}))
-        x = torch.randn(4, 600, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
-        model(x).pow(2).mean().backward()
-        found = [zf.full_grad(p) for p in model.parameters()]
-        zf.close(model)
-        return [gradient for gradient in found if gradient is not None]
+    """The largest difference from stage 0, as a part of the largest gradient, over a few backwards."""
 
-    expected = gradient(0)
-    return largest_difference(expected, gradient(row)) / max(g.abs().max().item() for g in expected)
+    def gradients(stage: Any, **settings: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = zf.shard(Twice(), stage=stage, units=nn.Linear, **settings)
+        found = []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            x = torch.randn(4, 1500, generator=generator).requires_grad_()
+            model(x).pow(2).mean().backward()
+            found += [gradient for p in model.parameters() if (gradient := zf.full_grad(p)) is not None]
+            model.zero_grad()
+        zf.close(model)
+        return found
+
+    expected = gradients(0)
+    return largest_difference(expected, gradients(row, **groups((2, 1)))) / max(g.abs().max().item() for g in expected)
 
 
 @pytest.mark.parametrize("row", ["hsdp", "hpz"])
 def test_a_block_reduced_twice_in_one_backward(ranks: Any, row: str) -> None:
-    assert max(ranks(4, reduced_twice, row)) <= 1e-5
+    assert max(ranks(2, reduced_twice, row)) <= 1e-5
 
 
 class Alternating(nn.Module):
