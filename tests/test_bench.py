@@ -10,6 +10,7 @@ from zerofold.bench import figures, step
 from zerofold.bench.fleet import EngineError, EngineProcesses, Setting
 from zerofold.bench.gpt import GPTSize
 from zerofold.bench.step import Measurement, Record, bench_step_command, make_row
+from zerofold.bench.update import bench_update_command
 
 TINY = GPTSize(vocab=64, width=64, layers=2, heads=2, seq=16)
 SETTING = Setting(world=2, device="cpu", size=TINY, batch=2, timeout=120)
@@ -134,3 +135,18 @@ def test_misuse_is_one_line_and_exit_code_2(arguments, hint):
     assert result.exit_code == 2
     assert hint in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_update_is_timed_beside_a_copy():
+    app = typer.Typer()
+    app.command()(bench_update_command)
+    result = CliRunner().invoke(app, ["--params", "2e4", "--rounds", "2", "--device", "cpu", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
+    assert list(rows) == ["plain copy", "one pass", "one pass, no copy", "separate passes"]
+    assert rows["plain copy"]["share_of_copy"] == rows["one pass"]["over_one_pass"] == 1.0
+    table = CliRunner().invoke(app, ["--params", "2e4", "--rounds", "1", "--device", "cpu"])
+    assert "separate passes" in table.output
+    refused = CliRunner().invoke(app, ["--params", "0"])
+    assert refused.exit_code == 2
+    assert "use 1 or more" in refused.stderr
