@@ -8,6 +8,8 @@ import pytest
 import torch
 from tests.models import largest_difference, train_ddp, train_zerofold
 
+import zerofold as zf
+
 STAGES = (0, 1, 2, 3)
 
 OPTIMIZERS: dict[str, Any] = {
@@ -25,6 +27,8 @@ OPTIMIZERS: dict[str, Any] = {
     "adadelta": lambda p: torch.optim.Adadelta(p),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "lion": lambda p: zf.Lion(p, lr=1e-3, weight_decay=0.1),
+    "lion_foreach": lambda p: zf.Lion(p, lr=1e-3, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     "adamw_eps": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4),
 }

@@ -1,1 +1,1 @@
-"""The sharded step: any elementwise torch optimizer on pieces, and clipping."""
+"""The sharded step: any elementwise optimizer on pieces, by owner any other, clipping, and Lion."""
