@@ -12,6 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "zerofold"
 ROOMS = [
     "placement",
     "loss_scale",
+    "precision",
+    "nested",
     "layout",
     "comm",
     "groups",
@@ -25,6 +27,7 @@ ROOMS = [
     "buffers",
     "reduction_order",
     "schedule",
+    "boundary",
     "hooks",
     "units",
     "agree",
@@ -34,7 +37,6 @@ ROOMS = [
     "engine",
     # The ledger reads its numbers off the engine; the rest of observe, which shows them, stands further down.
     "observe.ledger",
-    "precision",
     "optim",
     "access",
     "activation",

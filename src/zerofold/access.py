@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofold.engine import Engine
+from zerofold.engine import Engine, StepInfo
 from zerofold.observe.ledger import Ledger
-from zerofold.optim.clip import clip_grad_norm
+from zerofold.optim.clip import Gradients, clip_grad_norm
 from zerofold.sharded import ShardedTensor
 from zerofold.slab import Slab
 
@@ -45,11 +45,12 @@ def full_grad(parameter: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def full_params(model: nn.Module, *, from_rank: int | None = None) -> Iterator[None]:
+def full_params(model: nn.Module, *, from_rank: int | None = None, masters: bool = True) -> Iterator[None]:
     """Inside, the module holds whole ordinary parameters, to read, to change in place, or to run many forwards.
 
     Changes are kept. Every rank must make the same ones; or one rank makes them and `from_rank` names it. All ranks
-    must enter.
+    must enter. With 16-bit precision these are the fp32 masters, and forwards compute in fp32; `masters=False` takes
+    the 16-bit parameters instead, for many forwards in half the memory. Those cannot be changed.
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 32), stage=3)
@@ -63,17 +64,19 @@ def full_params(model: nn.Module, *, from_rank: int | None = None) -> Iterator[N
     ranks = engine.groups.everyone.size
     if from_rank is not None and not 0 <= from_rank < ranks:
         raise ValueError(f"from_rank={from_rank} is no rank of this model; it has 0 to {ranks - 1}")
-    engine.schedule.hold_all()
+    if from_rank is not None and not masters:
+        raise ValueError("full_params: from_rank= is for changes, which masters=False does not take")
+    engine.hold_all(masters=masters)
     versions = {id(p): p._version for slab in engine.slabs() for p in slab.parameters}
     try:
         yield
         engine.schedule.wait_all()  # for what an optimizer's step in here has set going
         if from_rank is not None:
             for slab in engine.slabs():
-                engine.groups.everyone.broadcast(slab.storage.tensor, from_rank, unit="full_params").wait()
+                engine.groups.everyone.broadcast(slab.values, from_rank, unit="full_params").wait()
         _write_back(engine, versions, checked=from_rank is None)
     finally:
-        engine.schedule.let_go()
+        engine.let_go()
 
 
 def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> None:
@@ -93,7 +96,12 @@ def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> N
     written = iter(changed.tolist())
     for slab in engine.slabs():
         is_written = [bool(next(written)) for _ in slab.entries]
-        for index, piece in enumerate(slab.layout.pieces(slab.comm.rank)):
+        for index, piece in enumerate(slab.layout.pieces(slab.place)):
+            if is_written[index] and slab.dtypes.has_master and not slab.shows_masters:
+                raise RuntimeError(
+                    f"'{slab.entries[index].name}' was changed inside full_params(masters=False), which shows 16-bit "
+                    "copies; change the masters inside `with zf.full_params(model)`"
+                )
             if is_written[index] and slab.has_own_shard and piece.size:
                 own = slab.view(index).view(-1)[piece.start : piece.stop]
                 slab.shard[piece.shard_start : piece.shard_stop] = own
@@ -102,9 +110,9 @@ def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> N
 
 
 def _differs_from_shard(slab: Slab, index: int) -> bool:
-    piece = slab.layout.pieces(slab.comm.rank)[index]
+    piece = slab.layout.pieces(slab.place)[index]
     own = slab.view(index).view(-1)[piece.start : piece.stop]
-    return slab.has_own_shard and not torch.equal(own, slab.shard[piece.shard_start : piece.shard_stop])
+    return slab.has_own_shard and not torch.equal(own, slab.shard[piece.shard_start : piece.shard_stop].to(own.dtype))
 
 
 def _check_equal_on_all_ranks(engine: Engine, tensors: list[tuple[str, Tensor]]) -> None:
@@ -159,6 +167,38 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     engine.end_step()
     engine.reductions.flush()
     return clip_grad_norm(engine, max_norm, norm_type)
+
+
+def clip_grad_value_(model: nn.Module, value: float) -> None:
+    """Brings every element of every gradient of the model into [-value, value].
+
+    >>> import torch, zerofold as zf
+    >>> model = zf.shard(torch.nn.Linear(64, 64, bias=False), stage=3)
+    >>> (100 * model(torch.ones(1, 64))).sum().backward()
+    >>> zf.clip_grad_value_(model, 0.5); zf.full_grad(model.weight).max().item()
+    0.5
+    >>> zf.close(model)
+    """
+    if not value > 0:
+        raise ValueError(f"clip_grad_value_: value={value} must be positive")
+    engine = Engine.of(model)
+    engine.end_step()
+    engine.reductions.flush()
+    Gradients(engine).clamp(value)
+
+
+def last_step(model: nn.Module) -> StepInfo | None:
+    """How the last step of an attached optimizer went; None before the first. The same on all ranks.
+
+    >>> import torch, zerofold as zf
+    >>> model = torch.nn.Linear(64, 64, bias=False)
+    >>> model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    >>> model(torch.ones(1, 64)).sum().backward(); optimizer.step()
+    >>> zf.last_step(model).norm, zf.last_step(model).skipped
+    (64.0, False)
+    >>> zf.close(model)
+    """
+    return Engine.of(model).last_step
 
 
 def ledger(model: nn.Module) -> Ledger:

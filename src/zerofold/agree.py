@@ -29,7 +29,7 @@ def fingerprint(assigned: dict[str, list[Entry]], settings: str) -> list[str]:
     for unit, entries in assigned.items():
         for entry in entries:
             p = entry.parameter
-            kind = f"{tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+            kind = f"{tuple(p.shape)} {p.dtype} {entry.dtypes} {'trainable' if p.requires_grad else 'frozen'}"
             lines.append(f"{entry.name} {kind} in unit '{unit}', owner {entry.owner}")
     return lines
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from zerofold.agree import check_same_on_all_ranks, fingerprint
-from zerofold.dealing import choose_owners, split
+from zerofold.dealing import choose_dtypes, choose_owners, split
 from zerofold.hooks import Hooks
 from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule
@@ -39,6 +39,8 @@ class Changes:
         for unit in self._schedule.units:
             for slab in unit.slabs:
                 if not slab.requires_grad and any(entry.wants_gradient for entry in slab.entries):
+                    self._schedule.make_current(unit)  # which also tells the parameters that they are wanted
+                    choose_dtypes(self._model, {unit.name: slab.entries}, self._home.precision)
                     self._replace(unit, [slab], slab.entries, hooks)
 
     def check(self) -> None:
@@ -62,6 +64,7 @@ class Changes:
         for name, entries in new.items():
             self._refuse_elsewhere(entries)
             choose_owners({name: entries}, self._home.row, self._home.groups.gather.size, None)
+            choose_dtypes(self._model, {name: entries}, self._home.precision)
             check_same_on_all_ranks(self._home.groups.control, fingerprint({name: entries}, "attached later"))
             self._replace(self._units[name], [], entries, hooks)
 
@@ -75,6 +78,7 @@ class Changes:
         unit.replace_slabs(old, slabs)
         self._schedule.resized(unit, unit.full_nbytes - before)
         for slab in slabs:
+            slab.mark_changed()  # what this rank had may differ from rank 0's, which has just been dealt out
             if slab.requires_grad:
                 self._reductions.add(slab)
             hooks.install_on(unit, slab)

@@ -70,6 +70,7 @@ def train_command(
     stage: Annotated[
         int, typer.Option(help="0: nothing is cut; 1: optimizer; 2: and gradients; 3: and parameters.")
     ] = 3,
+    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16.")] = TrainOptions.precision,
     steps: Annotated[
         int | None,
         typer.Option(help=f"Stop after so many steps; {DEFAULT_STEPS} unless --minutes is given.", show_default=False),
@@ -97,6 +98,7 @@ def train_command(
     Examples:
       zerofold train
       zerofold train --nproc 4 --stage 2 --minutes 5
+      zerofold train --precision bf16
       zerofold train --layers 12 --hidden 768 --heads 12 --seq 512 --lr 6e-4
     """
     try:
@@ -106,6 +108,7 @@ def train_command(
             out=out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"),
             gpt=GPTConfig(layers=layers, hidden=hidden, heads=heads, seq=seq),
             stage=stage,
+            precision=precision,
             steps=steps,
             minutes=minutes,
             batch=batch,

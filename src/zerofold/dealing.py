@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerofold.layout import balance
 from zerofold.placement import Cut, Row
-from zerofold.slab import Entry, lay_out
+from zerofold.precision import Dtypes, Precision
+from zerofold.slab import Entry, dtypes_of, lay_out
 
 _LARGE_ROOT_PARAMETER = 2**20  # bytes
 
@@ -18,17 +18,25 @@ Cost = Callable[[Tensor], float]
 
 
 def split(unit: str, entries: list[Entry]) -> list[list[Entry]]:
-    """The slabs of a unit: entries of the same dtype and requires_grad together, in the order they came.
+    """The slabs of a unit: entries of the same dtypes and requires_grad together, in the order they came.
 
     A large parameter of the root is a slab by itself. Input and output embeddings get their gradients at opposite
     ends of backward; together they would have to wait for each other.
     """
-    slabs: dict[tuple[torch.dtype, bool, str], list[Entry]] = {}
+    slabs: dict[tuple[Dtypes, bool, str], list[Entry]] = {}
     for entry in entries:
         p = entry.parameter
         alone = entry.name if not unit and p.nbytes >= _LARGE_ROOT_PARAMETER else ""
-        slabs.setdefault((p.dtype, p.requires_grad, alone), []).append(entry)
+        slabs.setdefault((dtypes_of(entry), p.requires_grad, alone), []).append(entry)
     return list(slabs.values())
+
+
+def choose_dtypes(model: nn.Module, assigned: dict[str, list[Entry]], precision: Precision) -> None:
+    """Gives every entry its dtypes. Also again, for a parameter that begins to be trained."""
+    kept = {module for outer in precision.kept_modules(model) for module in outer.modules()}
+    for entry in (entry for unit in assigned.values() for entry in unit):
+        is_kept = any(module in kept for module, _ in entry.sites) or precision.keeps(entry.name, entry.parameter)
+        entry.dtypes = precision.dtypes(entry.parameter, is_kept=is_kept)
 
 
 def choose_owners(assigned: dict[str, list[Entry]], row: Row, world: int, cost: Cost | None) -> None:
@@ -55,7 +63,7 @@ def live_bound(assigned: dict[str, list[Entry]], row: Row, world: int, given: in
     """How many gathered bytes may exist at once; by default what one unit needs, and one unit ahead."""
 
     def nbytes(entries: list[Entry]) -> int:
-        return lay_out(entries, row, world).size * entries[0].parameter.element_size()
+        return lay_out(entries, row, world).size * dtypes_of(entries[0]).compute.itemsize
 
     sizes = {name: sum(nbytes(part) for part in split(name, each)) for name, each in assigned.items()}
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from zerofold.agree import agree
+from zerofold.boundary import Boundary
 from zerofold.buffers import Buffers
 from zerofold.changes import Changes
 from zerofold.dealing import live_bound, split
 from zerofold.groups import Groups
 from zerofold.hooks import Hooks
+from zerofold.loss_scale import LossScaler
 from zerofold.materialise import Materialiser
 from zerofold.memory import BufferPool, StorageCache
 from zerofold.placement import Row
+from zerofold.precision import Precision
 from zerofold.reduce import Reducer
 from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule
@@ -24,6 +29,21 @@ from zerofold.slab import Entry, Home, Slab
 from zerofold.unit import Unit
 
 _ATTRIBUTE = "_zerofold_engine"
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """How the last `optimizer.step()` went."""
+
+    norm: float
+    """Of all gradients over all ranks, before clipping."""
+    skipped: bool
+    """A gradient was infinite or NaN, so nothing was changed."""
+    non_finite: str | None
+    """The first parameter with such a gradient."""
+    loss_scale: float
+    """With which the gradients were computed; 1 where nothing is scaled."""
+    skipped_total: int
 
 
 class Engine:
@@ -43,11 +63,12 @@ class Engine:
         buffer_bytes: int,
         accumulate: int,
         overlap: bool,
+        precision: Precision,
     ) -> None:
-        self.model, self.row, self.groups = model, row, groups
+        self.model, self.row, self.groups, self.precision = model, row, groups, precision
         self.traffic = groups.gather.traffic
         self.cache, self.pool, self.step = StorageCache(), BufferPool(buffer_bytes), StepScope()
-        home = Home(row, groups, device, self.cache, self.step)
+        home = Home(row, groups, device, self.cache, self.step, precision)
         bound = live_bound(assigned, row, groups.gather.size, live_bytes)
         self.units: list[Unit] = []
         for index, (name, entries) in enumerate(assigned.items()):
@@ -62,14 +83,22 @@ class Engine:
             for slab in slabs:
                 slab.share()
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
+        self.scaler = LossScaler(precision.scaling)
+        self.boundary = Boundary(model, precision, self.scaler)
         self.reducer = Reducer(groups.reduce, groups.across, self.pool)
+        self.reducer.loss_scale = self.scaler.value
         buffers = Buffers(model, groups.everyone)
         self.reductions = ReductionOrder(self.units, row, self.reducer, groups.control, buffers, accumulate=accumulate)
-        self.schedule = Schedule(self.units, row, self.reductions, live_bytes=bound, overlap=overlap)
+        self.schedule = Schedule(self.units, self.reductions, live_bytes=bound, overlap=overlap)
         self.changes = Changes(model, home, self.schedule, self.reductions)
-        self.hooks = Hooks(self.schedule, self.reductions, self.take_in_changes, self.changes.check)
+        self.hooks = Hooks(self.schedule, self.reductions, self.boundary, self.take_in_changes, self.changes.check)
         self.optimizers: list[torch.optim.Optimizer] = []
         self._changing: list[Slab] = []  # in the step under way
+        self.last_step: StepInfo | None = None
+        self.judged = 0  # the gradients for which that verdict was taken, by the number of their reduction
+        self.after_step: list[Callable[[], None]] = []  # steps that were applied
+        self.averages: list[object] = []  # of the weights
+        self.is_swapped = False  # one of them is in the model for a while
         self.is_closed = False
         setattr(model, _ATTRIBUTE, self)
 
@@ -88,6 +117,14 @@ class Engine:
             self.step.close()
             for slab in self._changing:  # by their owners: the next use gathers, on every rank alike
                 slab.mark_changed()
+
+    def hold_all(self, *, masters: bool) -> None:
+        self.schedule.hold_all(masters=masters)
+        self.boundary.shows_masters = self.schedule.shows_masters
+
+    def let_go(self) -> None:
+        self.schedule.let_go()
+        self.boundary.shows_masters = self.schedule.shows_masters
 
     def take_in_changes(self) -> None:
         self.end_step()
@@ -123,6 +160,10 @@ class Engine:
                 found[id(entry.parameter)] = found[id(face)] = (entry.name, face)
         return found
 
+    def places(self) -> dict[int, tuple[Slab, int]]:
+        """For each face, by id: its slab and its index there."""
+        return {id(face): (slab, index) for slab in self.slabs() for index, face in enumerate(slab.faces)}
+
     def trained_faces(self) -> list[tuple[str, Tensor]]:
         """Those that want a gradient as the model stands now: a parameter may have been frozen since."""
         found = []
@@ -132,23 +173,18 @@ class Engine:
                     found.append((entry.name, face))
         return found
 
-    def trainable_faces(self) -> list[tuple[str, Tensor]]:
-        return [
-            (entry.name, face)
-            for slab in self.slabs()
-            if slab.requires_grad
-            for entry, face in zip(slab.entries, slab.faces, strict=True)
-        ]
-
     def remove(self) -> None:
         """Leaves an ordinary model with whole parameters behind."""
         self.is_closed = True
         self.reducer.finish()
-        self.schedule.hold_all()
+        self.hold_all(masters=True)
         self.hooks.remove()
+        self.boundary.remove()
         for slab in self.slabs():
             for parameter in slab.parameters:
                 parameter.grad = None
+                if not slab.dtypes.is_plain:
+                    parameter.grad_dtype = parameter.dtype
         delattr(self.model, _ATTRIBUTE)
         self.cache.clear()
         self.pool.clear()

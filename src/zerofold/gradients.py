@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zerofold.layout import FlatLayout
+from zerofold.precision import Dtypes
 from zerofold.reduce import Reducer, Reduction
 from zerofold.sharded import FaceGradient, ShardedParameter, ShardedTensor
 
@@ -108,16 +109,23 @@ class WholeGradients:
         return inside + sum(grad.nbytes for grad in loose if grad.untyped_storage().data_ptr() != storage)
 
 
-class CutGradients:
-    """Each rank ends with its own range of the mean gradient, shown as `.grad` of the sharded faces.
+class FaceGradients:
+    """Each rank ends with the mean gradient of what it updates, shown as `.grad` of the sharded faces.
 
     Local gradients are taken from `p.grad` as they arrive and dropped once reduced, so nothing counts twice. The
     whole parameter's `p.grad` shows the face's gradient: so `model.zero_grad()` is noticed while the module holds
     whole parameters, and torch's own clipping says what to call instead of finding nothing.
+
+    What is shown is the true gradient: a loss scale is taken out on the way into the accumulators.
     """
 
-    def __init__(self, parameters: list[Tensor], faces: list[ShardedParameter], layout: FlatLayout) -> None:
-        self.parameters, self.faces, self.layout = parameters, faces, layout
+    def __init__(
+        self, parameters: list[Tensor], faces: list[ShardedParameter], layout: FlatLayout, dtypes: Dtypes
+    ) -> None:
+        self.parameters, self.faces, self.layout, self.dtypes = parameters, faces, layout, dtypes
+        self._place = faces[0].spec.comm.rank if layout.world > 1 else 0
+        for tensor in () if dtypes.is_plain else (*parameters, *faces):
+            tensor.grad_dtype = None  # a gradient may have another dtype than what it belongs to
         self.arrived_since_reduce: set[int] = set()
         self._awaits_across = False
         self._local: list[Tensor | None] = [None] * len(parameters)
@@ -140,7 +148,7 @@ class CutGradients:
         self.parameters[index].grad = None
         earlier = self._local[index]
         flat = gradient.detach().reshape(-1)
-        self._local[index] = flat if earlier is None else earlier.add_(flat)
+        self._local[index] = flat if earlier is None else earlier.to(self.dtypes.accumulation).add_(flat)
         self.arrived_since_reduce.add(index)
 
     def forget_cleared(self) -> None:
@@ -155,10 +163,10 @@ class CutGradients:
         self._awaits_across = not across and reducer.across is not None
         local, self._local = self._local, [None] * len(self.parameters)
         if reducer.comm.size == 1 and reducer.across is None:
-            self._adopt(local)
+            self._adopt(local, 1 / reducer.loss_scale)
             return
-        accumulate = tuple(self._holds_value)
-        reducer.to_owners(Reduction(unit, local, self.layout, self._storage(), accumulate, across))
+        accumulate, wire = tuple(self._holds_value), self.dtypes.reduction
+        reducer.start(Reduction(unit, local, self.layout, self._storage(), accumulate, across, wire))
         # Zeros where no rank had one. A second reduction in the same backward must add to this one.
         self._holds_value = [True] * len(self.parameters)
 
@@ -214,24 +222,31 @@ class CutGradients:
         self._taken.discard(index)
         self.parameters[index].grad = self._on_parameters[index]
 
-    def _adopt(self, local: list[Tensor | None]) -> None:
-        """Alone, the local gradient is the mean and becomes the piece itself: no copy."""
+    def _adopt(self, local: list[Tensor | None], scale: float) -> None:
+        """Alone, the local gradient is the mean and becomes the piece itself: no copy, and no wider than it came."""
         for index, gradient in enumerate(local):
+            if gradient is None:
+                continue
+            if gradient.dtype is torch.float16 or scale != 1.0:  # without its scale it needs more range
+                gradient = gradient.to(self.dtypes.accumulation).mul_(scale)
             shown = self.faces[index].grad
-            if gradient is not None and isinstance(shown, ShardedTensor):
-                shown.local.add_(gradient.view_as(shown.local))
-            elif gradient is not None:
+            if not isinstance(shown, ShardedTensor):
                 self._show(index, adopted=gradient)
+                continue
+            if shown.local.dtype is self.dtypes.accumulation:
+                shown.local.add_(gradient.view_as(shown.local))
+            else:
+                self.faces[index].grad = None
+                self._show(index, adopted=shown.local.reshape(-1).to(self.dtypes.accumulation).add_(gradient))
 
     def _piece(self, index: int) -> Tensor:
-        piece = self.layout.pieces(self.faces[index].spec.comm.rank)[index]
+        piece = self.layout.pieces(self._place)[index]
         return self._storage()[piece.shard_start : piece.shard_stop]
 
     def _storage(self) -> Tensor:
         if self._flat is None:
-            like = self.faces[0]
-            size = self.layout.shard_size(like.spec.comm.rank)
-            self._flat = torch.zeros(size, dtype=like.dtype, device=like.device)
+            size = self.layout.shard_size(self._place)
+            self._flat = torch.zeros(size, dtype=self.dtypes.accumulation, device=self.faces[0].device)
         return self._flat
 
     @property

@@ -12,7 +12,7 @@ end of backward      a callback of the engine, queued by the first event, which 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zerofold.boundary import Boundary
+from zerofold.nested import tensors_in
 from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule, in_backward
 from zerofold.sharded import COPYING, PICKLING, ShardedTensor
@@ -42,11 +44,12 @@ class Hooks:
         self,
         schedule: Schedule,
         reductions: ReductionOrder,
+        boundary: Boundary,
         before_anything: Callable[[], None],
         check: Callable[[], None],
     ) -> None:
         """`before_anything` runs before each outermost forward, `check` before gradients are reduced."""
-        self.schedule, self.reductions = schedule, reductions
+        self.schedule, self.reductions, self.boundary = schedule, reductions, boundary
         self._before_anything, self._check = before_anything, check
         self._handles: list[RemovableHandle] = []
         self._modules: dict[Unit, list[nn.Module]] = {}
@@ -56,6 +59,7 @@ class Hooks:
         self._inner_hooks = _InnerHook(self._before_inner), _InnerHook(self._after_inner)
         self._root_hooks = _UnitHook(self._before_inner), _UnitHook(self._after_inner)
         self._running: list[_UnitCall] = []  # forwards under way, innermost last
+        self._inner_call: nn.Module | None = None  # a module inside a unit that the user has called
         # Forwards whose backward may still come. Autograd's nodes keep them alive; a dropped graph drops them.
         self._waiting: WeakSet[_UnitCall] = WeakSet()
         self._begun: list[_UnitCall] = []  # in this backward
@@ -77,8 +81,8 @@ class Hooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             return self._before_forward(unit, args, kwargs)
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._after_forward(unit, output)
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return self._after_forward(unit, output)
 
         self._unit_of[unit.module] = unit
         self._handles.append(unit.module.register_forward_pre_hook(_UnitHook(before), prepend=True, with_kwargs=True))
@@ -91,7 +95,7 @@ class Hooks:
             if slab.requires_grad:
                 self._install_on_parameter(slab, index, parameter)
         for module in {module: None for entry in slab.entries for module, _ in entry.sites}:
-            if unit.is_cut and module not in self._unit_of:
+            if unit.releases and module not in self._unit_of:
                 self._unit_of[module] = unit
                 # A block is to be one graph, so its modules have hooks that vanish from it. The root's forward breaks
                 # into several at its units anyway, and torch.compile may come upon a hook of its modules by itself.
@@ -100,33 +104,41 @@ class Hooks:
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
                 self._handles.append(module.register_forward_hook(after))
 
-    def _before_inner(self, module: nn.Module, args: Any) -> None:
+    def _before_inner(self, module: nn.Module, args: Any) -> Any:
         """Before a module that holds parameters of a unit: it may be called without the unit.
 
         While torch.compile traces, this does nothing, so that the graph around it stays whole.
         """
         if torch.compiler.is_compiling():
-            return
+            return None
         unit = self._unit_of[module]
         if self.schedule.is_in_use(unit) or (unit in self._lent and self.schedule.is_kept(unit)):
-            return
-        self._enter_forward()
+            return None
+        if self._inner_call is module:
+            self._inner_call = None  # its last call raised
+        is_outermost = self._enter_forward()
+        self._inner_call = module if is_outermost else self._inner_call
         self._lent[unit] = module
         self.schedule.lend(unit)
         unit.check_in_place()
+        return self.boundary.enter(args, {})[0] if is_outermost else None
 
-    def _after_inner(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_inner(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() or self._lent.get(self._unit_of[module]) is not module:
-            return
+            return None
         unit = self._unit_of[module]
         del self._lent[unit]
+        is_outermost = self._inner_call is module
+        self._inner_call = None if is_outermost else self._inner_call
         self._refuse_views_of_parameters(unit, output)
         if not self._await_backward(_UnitCall(unit), output):
             self.schedule.take_back(unit)  # otherwise it stays until backward ends
+        return self.boundary.leave(output, module.modules()) if is_outermost else None
 
     def _install_on_parameter(self, slab: Slab, index: int, parameter: Tensor) -> None:
         def before_accumulate(gradient: Tensor) -> None:
             self._enter_backward()
+            self.boundary.check_scaled()
             slab.gradients.before_accumulate(index)
 
         def after_accumulate(parameter: Tensor) -> None:
@@ -138,20 +150,30 @@ class Hooks:
 
     # forward
 
-    def _enter_forward(self) -> None:
-        if not self._running and not in_backward():
-            self._forget_broken_backward()
-            self.reductions.watch_for_updates()
-            self._before_anything()
+    def _is_outside(self) -> bool:
+        """No forward is under way: a call is the user's own, not one module's of another."""
+        return not self._running and self._inner_call is None and not in_backward()
+
+    def _enter_forward(self) -> bool:
+        """Whether it is an outermost one."""
+        if not self._is_outside():
+            return False
+        self._forget_broken_backward()
+        self.reductions.watch_for_updates()
+        self._before_anything()
+        return True
 
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._enter_forward()
+        if unit is self.schedule.root and not self._running:
+            self._inner_call = None  # whatever came before has ended, or raised
+        if self._enter_forward():
+            args, kwargs = self.boundary.enter(args, kwargs)
         call = _UnitCall(unit)
         self._running.append(call)
         self.schedule.before_forward(unit)
         unit.check_in_place()
         if not torch.is_grad_enabled():
-            return None
+            return args, kwargs
         if any(_is_leaf_with_grad(value) for value in (*args, *kwargs.values())):
             args = tuple(_behind_a_node(value) for value in args)
             kwargs = {key: _behind_a_node(value) for key, value in kwargs.items()}
@@ -160,12 +182,13 @@ class Hooks:
             call.has_input_gradient = True
         return args, kwargs
 
-    def _after_forward(self, unit: Unit, output: Any) -> None:
+    def _after_forward(self, unit: Unit, output: Any) -> Any:
         call = self._running.pop()
         awaits = self._await_backward(call, output)
         keep = torch.is_grad_enabled() and not awaits and output is not None and call.might_get_gradients()
         self._refuse_views_of_parameters(unit, output)
         self.schedule.after_forward(unit, expects_backward=awaits, keep=keep)
+        return self.boundary.leave(output, unit.module.modules()) if self._is_outside() else None
 
     def _await_backward(self, call: _UnitCall, output: Any) -> bool:
         """Whether anything that came out may lead backward into the call; if so, it will be noticed."""
@@ -188,7 +211,8 @@ class Hooks:
 
     def _refuse_views_of_parameters(self, unit: Unit, output: Any) -> None:
         """After the forward their memory is gone, and reading them would crash the process."""
-        own = {slab.storage.tensor.untyped_storage()._cdata: slab for slab in unit.slabs if slab.has_own_shard}
+        released = [slab for slab in unit.slabs if slab.has_own_shard] if unit.releases else []
+        own = {slab.storage.tensor.untyped_storage()._cdata for slab in released}
         for tensor in tensors_in(output) if own else ():
             if not isinstance(tensor, ShardedTensor) and tensor.untyped_storage()._cdata in own:
                 raise RuntimeError(
@@ -232,6 +256,7 @@ class Hooks:
 
     def _end_backward(self) -> None:
         self._callback_queued = False
+        self.boundary.end_backward()
         self._forget_begun()
         if not torch.is_grad_enabled():
             self._lent.clear()
@@ -243,6 +268,7 @@ class Hooks:
         """An exception inside an earlier backward kept its end from being called."""
         if self._callback_queued:
             self._callback_queued = False
+            self.boundary.end_backward()
             self._forget_begun()
             self.schedule.end_backward()
             self.reductions.abandon_backward()
@@ -310,19 +336,3 @@ def _without(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
 
 def _left_on(module: nn.Module) -> list[Tensor]:
     return [value for value in vars(module).values() if isinstance(value, Tensor)]
-
-
-def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and dicts, and in the attributes of other objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth == 0 or value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
-    elif hasattr(value, "__dict__"):
-        yield from tensors_in(vars(value), depth - 1)

@@ -17,7 +17,13 @@ _LARGEST_POWER = 127  # of two, in fp32: the loss is multiplied in it
 
 
 class LossScaleError(RuntimeError):
-    """Training cannot go on: gradients stay infinite or NaN whatever the loss is multiplied by."""
+    """Training cannot go on: gradients stay infinite or NaN whatever the loss is multiplied by.
+
+    >>> scaler = LossScaler(LossScale(static=1.0, patience=1))
+    >>> scaler.update(overflow=True)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    zerofold.loss_scale.LossScaleError: 1 steps in a row had infinite or NaN gradients with no loss scaling...
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -11,12 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofold.agree import agree, check_same_on_all_ranks, fingerprint
-from zerofold.dealing import Cost, choose_owners, live_bound
+from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
 from zerofold.engine import Engine
 from zerofold.groups import Groups, destroy, make_control, ranks_along
 from zerofold.materialise import Init, Materialiser, on_meta
 from zerofold.optim.attach import attach_optimizer, check_optimizers
+from zerofold.optim.step import StepOptions
 from zerofold.placement import AXES, Row, row
+from zerofold.precision import Precision, policy_of
 from zerofold.slab import Entry
 from zerofold.units import UnitChoice, assign, find_units
 
@@ -33,7 +35,11 @@ def prepare(
     stage: int | str = 3,
     units: UnitChoice = None,
     cut: str | None = None,
+    precision: str | Precision | None = None,
     clip: float | None = None,
+    clip_value: float | None = None,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    one_pass: bool | None = None,
     mesh: DeviceMesh | None = None,
     cost: Cost | None = None,
     init: Init | None = None,
@@ -45,8 +51,8 @@ def prepare(
 ) -> tuple[Model, Opt]:
     """Shards `model` and re-bases `optimizer` on it, both in place; returns the same two objects.
 
-    Arguments: see `shard` for all but `clip`, the largest gradient norm, applied in every `optimizer.step()`. An
-    optimizer with a method `update_cost(parameter)` gives the cost by which owners are balanced.
+    Arguments: see `attach` for clip, clip_value, scheduler and one_pass, `shard` for the others. An optimizer with a
+    method `update_cost(parameter)` gives the cost by which owners are balanced.
 
     >>> import torch, zerofold as zf
     >>> model = torch.nn.Linear(64, 64)
@@ -59,6 +65,7 @@ def prepare(
         stage=stage,
         units=units,
         cut=cut,
+        precision=precision,
         mesh=mesh,
         cost=cost or getattr(optimizer, "update_cost", None),
         init=init,
@@ -69,7 +76,7 @@ def prepare(
         overlap=overlap,
     )
     try:
-        attach(model, optimizer, clip=clip)
+        attach(model, optimizer, clip=clip, clip_value=clip_value, scheduler=scheduler, one_pass=one_pass)
     except Exception:
         close(model)
         raise
@@ -82,6 +89,7 @@ def shard(
     stage: int | str = 3,
     units: UnitChoice = None,
     cut: str | None = None,
+    precision: str | Precision | None = None,
     mesh: DeviceMesh | None = None,
     cost: Cost | None = None,
     init: Init | None = None,
@@ -96,6 +104,9 @@ def shard(
     stage         0 (DDP), 1, 2 or 3; "dp" (one rank updates), "hsdp" (stage 3 inside groups that repeat each other),
                   "hpz" (stage 3 over all, gathered again inside the group)
     cut           "even" ranges, or "whole" parameters, each with one owner (stages 1 to 3)
+    precision     "bf16" or "fp16": 16-bit compute, fp32 masters, moments and gradient sums (fp16 with a loss scale);
+                  "fp32", "tf32"; or a `zf.Precision`. None leaves every parameter as it is. Parameters that are frozen
+                  have no master: they live in the compute dtype alone
     units         modules gathered as one: a class or classes, a predicate (name, module), a least number of
                   parameters, or None to find repeated blocks
     mesh          a DeviceMesh to shard over, of one dimension or of two (groups × ranks in a group); else all ranks
@@ -123,9 +134,10 @@ def shard(
     control = make_control(mesh, overlap=overlap)
     try:
         agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate))
-        plan = agree(control, lambda: _plan(model, stage, cut, units, mesh, cost, live_bytes, device))
+        policy = agree(control, lambda: policy_of(precision))
+        plan = agree(control, lambda: _plan(model, stage, cut, units, mesh, cost, live_bytes, device, policy))
         numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
-        settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}"
+        settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}, {policy.summary}"
         check_same_on_all_ranks(control, fingerprint(plan.assigned, settings))
     except Exception:
         destroy(mesh, [control.group])
@@ -142,15 +154,31 @@ def shard(
         buffer_bytes=buffer_bytes,
         accumulate=accumulate,
         overlap=overlap,
+        precision=policy,
     )
     return model
 
 
-def attach(model: nn.Module, optimizer: Opt, *others: torch.optim.Optimizer, clip: float | None = None) -> Opt:
+def attach(
+    model: nn.Module,
+    optimizer: Opt,
+    *others: torch.optim.Optimizer,
+    clip: float | None = None,
+    clip_value: float | None = None,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    one_pass: bool | None = None,
+) -> Opt:
     """Re-bases an optimizer built on the model's parameters onto this rank's pieces, in place.
 
     Parameter groups, schedulers and existing state are kept; the same object comes back. Several optimizers that
-    share the parameters among them are attached in one call.
+    share the parameters among them are attached in one call. Every step first looks whether all gradients are finite
+    on all ranks; if not, it changes nothing and is counted (`zf.last_step`).
+
+    clip        the largest gradient norm, applied in every step
+    clip_value  instead: the largest absolute value of an element of a gradient
+    scheduler   a learning-rate scheduler to be advanced after every step that was not skipped; do not call its step()
+    one_pass    torch's AdamW and Adam in one pass over memory instead of torch's own kernels, whose results differ in
+                the last bit; by default where `precision` is given
 
     >>> import torch, zerofold as zf
     >>> model = torch.nn.Linear(64, 64)
@@ -162,9 +190,10 @@ def attach(model: nn.Module, optimizer: Opt, *others: torch.optim.Optimizer, cli
     engine = Engine.of(model)
     engine.take_in_changes()
     everyone: list[torch.optim.Optimizer] = [optimizer, *others]
-    agree(engine.groups.control, lambda: check_optimizers(engine, everyone, clip))
+    options = StepOptions(clip, clip_value, one_pass, scheduler)
+    agree(engine.groups.control, lambda: check_optimizers(engine, everyone, options))
     for each in everyone:
-        attach_optimizer(engine, each, clip)
+        attach_optimizer(engine, each, options if each is everyone[-1] else replace(options, scheduler=None))
     return optimizer
 
 
@@ -199,6 +228,7 @@ def _plan(
     cost: Cost | None,
     live_bytes: int | None,
     device: torch.device | str | None,
+    precision: Precision,
 ) -> _Plan:
     chosen = row(stage, cut)
     if (chosen.reduces_across or chosen.copy is not None) and (mesh is None or mesh.ndim != 2):
@@ -215,6 +245,7 @@ def _plan(
     assigned = assign(model, modules)
     world = len(ranks_along(mesh, chosen.optimizer.axes or AXES))
     choose_owners(assigned, chosen, world, cost)
+    choose_dtypes(model, assigned, precision)
     live_bound(assigned, chosen, world, live_bytes)
     return _Plan(chosen, found, modules, assigned)
 

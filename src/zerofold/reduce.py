@@ -7,11 +7,14 @@ rows to send         a0/3 → 0     (stays)    a2/3 → 2
 rows received        1's range from rank 0, from rank 2
 own shard  (+)=      row of 0  +  a1/3  +  row of 2       in rank order, whatever rank sums
 
-Where several groups hold the same shard, each chunk that is through inside the group is averaged across groups.
+Rows have the dtype of the wire; they are summed in the shard's. Where every rank updates everything, a chunk is summed
+on all of them instead. Where several groups hold the same shard, each chunk that is through inside the group is
+averaged across groups.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +40,7 @@ class Reduction:
     shard: Tensor
     accumulate: Sequence[bool]  # by parameter: add to what the shard holds, or overwrite it
     across: bool  # also over the groups that hold the same shard
+    wire: torch.dtype
 
 
 class Reducer:
@@ -44,6 +48,7 @@ class Reducer:
 
     def __init__(self, comm: Comm, across: Comm | None, pool: BufferPool) -> None:
         self.comm, self.across, self.pool = comm, across, pool
+        self.loss_scale = 1.0  # by which all local gradients are too large
         self._pending: deque[Callable[[], None]] = deque()
         self._averaged: set[int] = set()  # shards that may be under way across groups, by id
 
@@ -52,12 +57,12 @@ class Reducer:
         handle = self.comm.all_reduce(flat, unit=unit)
         self._pending.append(handle.wait)  # in place, no buffer: any number may be in flight
 
-    def to_owners(self, reduction: Reduction) -> None:
+    def start(self, reduction: Reduction) -> None:
         if id(reduction.shard) in self._averaged:
             self.finish()  # the same slab again: nothing may be added to what is being averaged in place
         if reduction.across:
             self._averaged.add(id(reduction.shard))
-        for chunk in reduction.layout.chunks(self.pool.capacity(reduction.shard.dtype)):
+        for chunk in reduction.layout.chunks(self.pool.capacity(reduction.wire)):
             while len(self._pending) >= _IN_FLIGHT:
                 self._pending.popleft()()
             self._pending.append(self._start(reduction, chunk))
@@ -70,13 +75,17 @@ class Reducer:
         self._averaged.clear()
 
     def _start(self, reduction: Reduction, chunk: Chunk) -> Callable[[], None]:
-        rank = self.comm.rank
-        arriving = self._exchange(reduction, chunk) if self.comm.is_gloo else self._own_form(reduction, chunk)
+        is_cut = reduction.layout.world == self.comm.size
+        place = self.comm.rank if is_cut else 0
+        if not is_cut:
+            arriving = self._everywhere(reduction, chunk)
+        else:
+            arriving = self._exchange(reduction, chunk) if self.comm.is_gloo else self._own_form(reduction, chunk)
 
         def finish() -> None:
             arriving.handle.wait()
-            for piece in reduction.layout.pieces(rank):
-                part = chunk.part(piece, rank)
+            for piece in reduction.layout.pieces(place):
+                part = chunk.part(piece, place)
                 if part.size:
                     gradient = reduction.gradients[part.index]
                     own = None if gradient is None else gradient[part.start : part.stop]
@@ -85,10 +94,19 @@ class Reducer:
                     arriving.add_to(target, columns, own, reduction.accumulate[part.index])
             for buffer in arriving.buffers:
                 self.pool.give(buffer)
-            if reduction.across and chunk.widths[rank]:
-                self._average_across(reduction.shard[chunk.start : chunk.start + chunk.widths[rank]], reduction.unit)
+            if reduction.across and chunk.widths[place]:
+                self._average_across(reduction.shard[chunk.start : chunk.start + chunk.widths[place]], reduction.unit)
 
         return finish
+
+    def _scales(self, reduction: Reduction) -> tuple[float, float]:
+        """What local gradients are multiplied by before the wire, and their sum after it: together 1 / (N × scale).
+
+        fp16 alone needs the loss scale to get through the wire.
+        """
+        if reduction.wire is torch.float16:
+            return 1 / self.comm.size, 1 / self.loss_scale
+        return 1 / (self.comm.size * self.loss_scale), 1.0
 
     def _average_across(self, part: Tensor, unit: str) -> None:
         """Every group has added its own mean. What was there before is the same in all, so averaging keeps it."""
@@ -97,49 +115,72 @@ class Reducer:
 
     def _exchange(self, reduction: Reduction, chunk: Chunk) -> _Arriving:
         """Rows go to their owners, who sum them."""
-        comm, shard = self.comm, reduction.shard
+        comm, wire, device = self.comm, reduction.wire, reduction.shard.device
+        before, after = self._scales(reduction)
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         size, width = sum(chunk.widths[rank] for rank in others), chunk.widths[comm.rank]
-        sent = self.pool.take(size, shard.dtype, shard.device)
-        got = self.pool.take(len(others) * width, shard.dtype, shard.device)
+        sent = self.pool.take(size, wire, device)
+        got = self.pool.take(len(others) * width, wire, device)
         for rank, row in zip(others, sent[:size].split([chunk.widths[rank] for rank in others]), strict=True):
-            _pack(row, reduction, rank, chunk, 1 / comm.size)
+            _pack(row, reduction, rank, chunk, before)
         received = got[: len(others) * width]
         handle = comm.swap_rows(received, sent[:size], chunk.widths, unit=reduction.unit)
 
         def add_to(target: Tensor, columns: slice, own: Tensor | None, accumulate: bool) -> None:
-            rows = [row[columns] for row in received.view(len(others), width)]
-            _mean_in_rank_order(target, rows, own, comm.rank, accumulate)
+            rows = [_scaled(row[columns], target.dtype, after) for row in received.view(len(others), width)]
+            _sum_in_rank_order(target, rows, own, before * after, comm.rank, accumulate)
 
         return _Arriving(handle, add_to, [sent, got])
 
     def _own_form(self, reduction: Reduction, chunk: Chunk) -> _Arriving:
         """The backend sums."""
-        comm, shard, widths = self.comm, reduction.shard, chunk.widths
-        sent = self.pool.take(sum(widths), shard.dtype, shard.device)
+        comm, wire, device, widths = self.comm, reduction.wire, reduction.shard.device, chunk.widths
+        before, after = self._scales(reduction)
+        sent = self.pool.take(sum(widths), wire, device)
         rows = sent[: sum(widths)].split(widths)
         for rank, row in enumerate(rows):
-            _pack(row, reduction, rank, chunk, 1 / comm.size)
+            _pack(row, reduction, rank, chunk, before)
         mean, buffers = rows[comm.rank], [sent]
         if chunk.is_even:
-            got = self.pool.take(widths[0], shard.dtype, shard.device)
+            got = self.pool.take(widths[0], wire, device)
             mean, buffers = got[: widths[0]], [sent, got]
             handle = comm.reduce_scatter(mean, sent[: sum(widths)], unit=reduction.unit)
         else:
             handle = comm.reduce_rows(rows, unit=reduction.unit)
+        return _Arriving(handle, _adder(mean, after), buffers)
 
-        def add_to(target: Tensor, columns: slice, own: Tensor | None, accumulate: bool) -> None:
-            target.add_(mean[columns]) if accumulate else target.copy_(mean[columns])
+    def _everywhere(self, reduction: Reduction, chunk: Chunk) -> _Arriving:
+        """Every rank needs the whole mean."""
+        before, after = self._scales(reduction)
+        buffer = self.pool.take(chunk.widths[0], reduction.wire, reduction.shard.device)
+        mean = buffer[: chunk.widths[0]]
+        _pack(mean, reduction, 0, chunk, before)
+        handle = self.comm.all_reduce(mean, unit=reduction.unit)
+        return _Arriving(handle, _adder(mean, after), [buffer])
 
-        return _Arriving(handle, add_to, buffers)
+
+AddTo = Callable[[Tensor, slice, Tensor | None, bool], None]
 
 
 class _Arriving(NamedTuple):
     """One chunk on the wire: when it is there, `add_to(target, columns, own, accumulate)` brings a part home."""
 
     handle: Handle
-    add_to: Callable[[Tensor, slice, Tensor | None, bool], None]
+    add_to: AddTo
     buffers: list[Tensor]
+
+
+def _adder(mean: Tensor, scale: float) -> AddTo:
+    def add_to(target: Tensor, columns: slice, own: Tensor | None, accumulate: bool) -> None:
+        part = _scaled(mean[columns], target.dtype, scale)
+        target.add_(part) if accumulate else target.copy_(part)
+
+    return add_to
+
+
+def _scaled(row: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    row = row.to(dtype)
+    return row if scale == 1.0 else row.mul_(scale)
 
 
 def _pack(row: Tensor, reduction: Reduction, rank: int, chunk: Chunk, scale: float) -> None:
@@ -151,20 +192,23 @@ def _pack(row: Tensor, reduction: Reduction, rank: int, chunk: Chunk, scale: flo
             gradient = reduction.gradients[part.index]
             if gradient is None:
                 target.zero_()
-            else:
+            elif gradient.dtype is target.dtype:
                 torch.mul(gradient[part.start : part.stop], scale, out=target)
+            else:  # scaled in the wider dtype of the two, or it would round before it is wide
+                wide = torch.promote_types(gradient.dtype, target.dtype)
+                target.copy_(gradient[part.start : part.stop].to(wide).mul_(scale))
 
 
-def _mean_in_rank_order(target: Tensor, others: list[Tensor], own: Tensor | None, rank: int, accumulate: bool) -> None:
-    """target (+)= others[0] + … + own/N + … in rank order. `others` come divided already and serve as scratch."""
-    world = len(others) + 1
-    scale = 1 / world
+def _sum_in_rank_order(
+    target: Tensor, others: list[Tensor], own: Tensor | None, scale: float, rank: int, accumulate: bool
+) -> None:
+    """target (+)= others[0] + … + scale × own + … in rank order. `others` come scaled already and serve as scratch."""
     if not others:
         others = [torch.zeros_like(target)]  # a group of one: only other groups have something to add
-    elif own is not None and world & (world - 1):
-        # Dividing by a power of two is exact, so below it may be fused into the addition; otherwise it must round
+    if own is not None and math.frexp(scale)[0] != 0.5:
+        # Multiplying by a power of two is exact, so below it may be fused into the addition; otherwise it must round
         # the same way as on the rank that sent its part.
-        own, scale = own * scale, 1.0
+        own, scale = own.to(target.dtype) * scale, 1.0
     # Two terms may change places without changing a bit, so rank 0 too can start from the row of another rank.
     first, rest = others[0], others[1:]
     before, after = rest[: max(rank - 1, 0)], rest[max(rank - 1, 0) :]

@@ -49,6 +49,7 @@ class ReductionOrder:
         self._has_partial = False  # a backward ended without the whole of its reduction, on all ranks alike
         self._versions_at_reduction: list[int] | None = None  # of all shards, until somebody is seen to update them
         self._warned = False
+        self.count = 0  # of reductions that are through
 
     def note_gather(self, unit: Unit) -> None:
         self._gather_tag = (self._gather_tag * 1000003 + unit.index + 1) % _TAG_RANGE
@@ -109,6 +110,10 @@ class ReductionOrder:
         self._expected.append(slab)
         self._versions_at_reduction = None
 
+    def expect_no_update(self) -> None:
+        """The step was skipped, and said so."""
+        self._versions_at_reduction = None
+
     def watch_for_updates(self) -> None:
         """Warns, once, when gradients were reduced and thrown away and no parameter changed in between."""
         if self._warned or self._versions_at_reduction is None or not self.row.optimizer.is_cut:
@@ -154,6 +159,7 @@ class ReductionOrder:
                 self._expected.append(slab)
         if self._expected:
             self._versions_at_reduction = [slab.shard._version for slab in self._order]
+        self.count += 1
         self._gather_tag = 0
         self._has_partial = not self._across and self.reducer.across is not None
         self._backwards = 0 if self._across else self._backwards

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from zerofold.placement import Row
 from zerofold.reduction_order import ReductionOrder
 from zerofold.unit import State, Unit
 
@@ -29,13 +29,12 @@ def in_backward() -> bool:
 class Schedule:
     """Gathers ahead, releases behind, and hands gradients to the reduction in an order all ranks share."""
 
-    def __init__(
-        self, units: list[Unit], row: Row, reductions: ReductionOrder, *, live_bytes: int, overlap: bool
-    ) -> None:
-        self.units, self.row, self.reductions = units, row, reductions
+    def __init__(self, units: list[Unit], reductions: ReductionOrder, *, live_bytes: int, overlap: bool) -> None:
+        self.units, self.reductions = units, reductions
         self.root = units[0]
         self.live_bytes, self.overlap = live_bytes, overlap
         self.holders = 0  # full_params contexts we are in: everything stays gathered
+        self.shows_masters = False  # in them, instead of what forward computes with otherwise
         self.peak_live_bytes = 0
         self._order: list[Unit] = units[1:]  # the last forward's order; at first the order of definition
         self._trace: list[Unit] = []  # this forward's order so far
@@ -45,6 +44,8 @@ class Schedule:
         self._kept: set[Unit] = set()  # until backward ends: autograd may come back to them unannounced
         self._lent: set[Unit] = set()  # among the kept: for a call of a module inside them
         self._live = 0
+        for unit in units:
+            unit.fetch = partial(self.make_current, unit)
 
     # forward
 
@@ -103,7 +104,7 @@ class Schedule:
         """Starts fetching the ranges that other ranks have just updated; each unit's next use waits for its own."""
         self.wait_all()  # a unit this rank has not used since the last refresh is still on its way
         for unit in self.units:  # in an order that ranks share, whatever order each ran them in
-            if unit.is_stale:
+            if unit.is_stale and unit.state is not State.RELEASED:
                 self._gather(unit)
 
     def lend(self, unit: Unit) -> None:
@@ -136,14 +137,22 @@ class Schedule:
             if unit.state is State.GATHERING:
                 unit.wait()
 
-    def hold_all(self) -> None:
-        """Gathers everything and keeps it until `let_go`."""
+    def hold_all(self, *, masters: bool) -> None:
+        """Gathers everything and keeps it until `let_go`. The outermost call decides what is shown."""
+        self.shows_masters = masters if self.holders == 0 else self.shows_masters
         self.holders += 1
         for unit in self.units:
             self.make_current(unit)
 
     def let_go(self) -> None:
         self.holders -= 1
+        if self.holders == 0 and self.shows_masters:
+            self.shows_masters = False
+            for unit in self.units:
+                unit.hide_masters()
+            self.release_all()
+            self.refresh()
+            return
         self.release_all()
 
     def release_all(self) -> None:
@@ -166,7 +175,8 @@ class Schedule:
         """Gathers a unit that is released or out of date, and waits for it."""
         if unit.state is State.GATHERING:
             unit.wait()
-        if unit.state is State.RELEASED or unit.is_stale:
+        shows_others = unit.has_masters and unit.shows_masters != self.shows_masters
+        if unit.state is State.RELEASED or unit.is_stale or shows_others:
             self._make_room(unit.full_nbytes if unit.state is State.RELEASED else 0)
             self._gather(unit)
             unit.wait()
@@ -175,13 +185,13 @@ class Schedule:
         if unit.state is State.RELEASED:
             self._live += unit.full_nbytes
             self.peak_live_bytes = max(self.peak_live_bytes, self._live)
-        unit.gather()
+        unit.gather(masters=self.shows_masters)
         self.reductions.note_gather(unit)
         if not self.overlap:
             unit.wait()
 
     def _prefetch(self, expects_backward: bool) -> None:
-        if not self.overlap or not self.row.releases_parameters:
+        if not self.overlap or not any(unit.releases for unit in self.units):
             return
         for unit in self._upcoming(expects_backward):
             if unit.state is State.RELEASED:
@@ -190,7 +200,7 @@ class Schedule:
                 self._gather(unit)
 
     def _release(self, unit: Unit) -> None:
-        if unit.is_cut and unit.state is not State.RELEASED:
+        if unit.releases and unit.state is not State.RELEASED:
             unit.wait()
             unit.release()
             self._live -= unit.full_nbytes

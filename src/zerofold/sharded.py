@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zerofold.comm import Comm
@@ -44,9 +45,15 @@ class StepScope:
     def open(self, others: list[ShardedParameter]) -> None:
         """`others` belong to other ranks. Their gradients are empty here; without one, the optimizer skips them."""
         self.is_open = True
-        self._hidden = [(p, p.grad) for p in others if p.grad is not None]
-        for p, _ in self._hidden:
-            p.grad = None
+        for p in others:
+            self.show(p, None)
+
+    def show(self, p: Tensor, gradient: Tensor | None) -> None:
+        """Until `close`, another gradient than the one that is there, or none."""
+        self.is_open = True
+        if p.grad is not None:
+            self._hidden.append((p, p.grad))
+            p.grad = gradient
 
     def close(self) -> None:
         self.is_open = False
@@ -66,6 +73,7 @@ class ShardSpec:
     comm: Comm
     has_owner: bool  # one rank has it all, and there it keeps its shape
     step: StepScope
+    is_replicated: bool = False  # every rank has it all
 
     @property
     def own(self) -> tuple[int, int]:
@@ -80,8 +88,8 @@ class ShardSpec:
         return self.shaped(whole.detach().reshape(-1)[slice(*self.own)])
 
     def shaped(self, piece: Tensor) -> Tensor:
-        """A flat piece as optimizers see it: an owner has the parameter in its own shape."""
-        return piece.view(self.shape) if self.is_owned_here else piece
+        """A flat piece as optimizers see it: who has all of it has the parameter in its own shape."""
+        return piece.view(self.shape) if self.is_owned_here or self.is_replicated else piece
 
 
 class ShardedTensor(torch.Tensor):
@@ -135,6 +143,8 @@ class ShardedTensor(torch.Tensor):
         """The whole tensor, on every rank; all ranks must call it (the same as `zf.full`)."""
         if self.is_unreduced:
             raise RuntimeError(_unreduced(self))
+        if self._spec.is_replicated:
+            return self._local.clone()
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         flat, comm = whole.view(-1), self._spec.comm
         flat[slice(*self._spec.own)] = self._local.reshape(-1)
@@ -224,6 +234,9 @@ _ALSO_ELEMENTWISE = frozenset(
 )
 
 
+_UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"  # torch.amp.GradScaler's
+
+
 @cache
 def _rule(func: Any) -> _Rule:
     schema = func._schema
@@ -235,7 +248,7 @@ def _rule(func: Any) -> _Rule:
     )
     if name in ("detach", "alias"):
         kind = _Kind.SAME_DATA
-    elif name.startswith(("_foreach_", "_fused_")) and name != "_foreach_norm":
+    elif name.startswith(("_foreach_", "_fused_", _UNSCALES)) and name != "_foreach_norm":
         kind = _Kind.LISTS
     elif name in _ALSO_ELEMENTWISE or torch.Tag.pointwise in func.tags:
         kind = _Kind.ELEMENTWISE
@@ -251,7 +264,7 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise RuntimeError(_moved(first))  # Module.to and its kin, which go through parameters and gradients
     if rule.kind is _Kind.SAME_DATA:
         return ShardedTensor(first._local, first._spec)
-    runs_whole = first._spec.step.is_open and all(t._spec.is_owned_here for t in _sharded_in(args, kwargs))
+    runs_whole = all(_is_whole(tensor._spec) for tensor in _sharded_in(args, kwargs))
     if rule.kind is _Kind.REFUSED and not runs_whole:
         raise RuntimeError(_refusal(func, first))
     if not rule.zeroes:
@@ -279,11 +292,17 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if isinstance(tensor, ShardedTensor):
             torch.autograd.graph.increment_version(tensor._local)
             tensor.was_zeroed |= rule.zeroes
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        first._spec.comm.all_reduce(args[1], unit="found_inf", op=dist.ReduceOp.MAX).wait()  # one verdict for all ranks
     if changed:
         return changed[0] if rule.returns_written else None
     if rule.kind is _Kind.LISTS:
         return [_like(piece, like) for piece, like in zip(result, args[0], strict=True)]
     return _like(result, first) if rule.kind is _Kind.ELEMENTWISE else result
+
+
+def _is_whole(spec: ShardSpec) -> bool:
+    return spec.is_replicated or (spec.step.is_open and spec.is_owned_here)
 
 
 def _like(result: Any, source: Any) -> Any:

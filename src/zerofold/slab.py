@@ -1,9 +1,12 @@
-"""A slab: parameters of one unit with the same dtype and requires_grad, end to end in one flat space.
+"""A slab: parameters of one unit with the same dtypes and requires_grad, end to end in one flat space.
 
 slab of a unit, rank 1 of 3                     parameters whole            parameters cut
 
 storage  | p0 | p1     | p2 |                   always there                only while in use
 shard         |-- own --|                       a view of the storage       memory of its own, copied in to gather
+
+Where the optimizer changes another dtype than forward computes in, the shard is the master: memory of its own in
+every case, cast straight into its slice of the storage.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from zerofold.comm import Comm, Handle
-from zerofold.gradients import CutGradients, Gradients, WholeGradients
+from zerofold.gradients import FaceGradients, Gradients, WholeGradients
 from zerofold.groups import Groups
 from zerofold.layout import FlatLayout
 from zerofold.memory import FlatStorage, StorageCache
 from zerofold.placement import Row
+from zerofold.precision import Dtypes, Precision
 from zerofold.sharded import ShardedParameter, ShardSpec, StepScope
 
 
@@ -31,6 +35,7 @@ class Entry:
     parameter: nn.Parameter
     sites: list[tuple[nn.Module, str]] = field(default_factory=list)
     owner: int = 0  # where the row gives parameters owners
+    dtypes: Dtypes | None = None
     face: ShardedParameter | None = None  # what stands for it outside its unit and in optimizers, once it is cut
 
     @property
@@ -48,18 +53,24 @@ class Home(NamedTuple):
     device: torch.device
     cache: StorageCache
     step: StepScope
+    precision: Precision
+
+
+def dtypes_of(entry: Entry) -> Dtypes:
+    assert entry.dtypes is not None, f"no dtypes were chosen for '{entry.name}'"
+    return entry.dtypes
 
 
 def lay_out(entries: list[Entry], row: Row, world: int) -> FlatLayout:
     numels = [entry.parameter.numel() for entry in entries]
-    itemsize = entries[0].parameter.element_size()
+    itemsize = dtypes_of(entries[0]).smallest_itemsize
     if row.has_owners:
         return FlatLayout.by_owner(numels, [entry.owner for entry in entries], world=world, itemsize=itemsize)
-    return FlatLayout.even(numels, world=world, itemsize=itemsize)
+    return FlatLayout.even(numels, world=world if row.optimizer.is_cut else 1, itemsize=itemsize)
 
 
 class Slab:
-    """Made in two steps: the parameters' values move into the storage; then `share` deals them out to the ranks."""
+    """Made in two steps: the parameters' values move into one flat tensor; then `share` deals them out to the ranks."""
 
     shard: Tensor
     faces: list[Tensor]
@@ -68,17 +79,23 @@ class Slab:
     def __init__(self, unit: str, entries: list[Entry], home: Home) -> None:
         self.unit, self.entries, self.home, self.comm = unit, entries, home, home.groups.gather
         self.parameters: list[Tensor] = [entry.parameter for entry in entries]
-        first = entries[0].parameter
-        self.requires_grad = first.requires_grad
+        self.dtypes = dtypes_of(entries[0])
+        self.requires_grad = entries[0].parameter.requires_grad
         self.layout = lay_out(entries, home.row, self.comm.size)
-        self.storage = FlatStorage(self.layout.size, first.dtype, home.device, home.cache)
+        self.place = self.comm.rank if self.layout.world > 1 else 0
+        self.storage = FlatStorage(self.layout.size, self.dtypes.compute, home.device, home.cache)
         self._storage_id = self.storage.tensor.untyped_storage()._cdata
-        # With one rank the shard is all there is: it stays in the storage, and gathering has nothing to do.
-        self.has_own_shard = home.row.parameters.is_cut and self.comm.size > 1
+        self._views = [self._view_of(self.storage.tensor, index) for index in range(len(entries))]  # outlive its memory
+        # With one rank and one dtype the shard is all there is: it stays in the storage, nothing has to be gathered.
+        self.has_own_shard = self.dtypes.has_master or (home.row.parameters.is_cut and self.comm.size > 1)
         copies = home.groups.copy
         self.copy = GroupCopy(self.storage, copies) if copies is not None and self.has_own_shard else None
         self.unfilled = [index for index, p in enumerate(self.parameters) if p.is_meta]
-        self.storage.tensor.zero_()
+        self._masters: Tensor | None = None  # whole, while they are shown in place of the storage
+        if self.dtypes.has_master:
+            self.storage.free()
+            self._masters = torch.empty(self.layout.size, dtype=self.dtypes.master, device=home.device)
+        self.values.zero_()
         for index, parameter in enumerate(self.parameters):
             if parameter.is_meta:
                 # The same object gets memory, so whoever holds it (an optimizer) keeps holding it. `.data` has its own
@@ -90,21 +107,32 @@ class Slab:
                 self.view(index).copy_(parameter.detach())
                 parameter.data = self.view(index)
 
+    @property
+    def values(self) -> Tensor:
+        """What the whole parameters are views of."""
+        return self.storage.tensor if self._masters is None else self._masters
+
     def share(self) -> None:
         """Every rank starts from rank 0's values, as under DDP."""
-        row, groups, flat = self.home.row, self.home.groups, self.storage.tensor
-        if self.has_own_shard:
-            self.shard = torch.empty(self.layout.shard_size(self.comm.rank), dtype=flat.dtype, device=flat.device)
+        row, flat = self.home.row, self.values
+        if row.parameters.is_cut and self.comm.size > 1:
+            self.shard = torch.empty(self.layout.shard_size(self.place), dtype=flat.dtype, device=flat.device)
             self._deal_out(flat)
         else:
-            groups.everyone.broadcast(flat, 0, unit=self.unit).wait()
+            self.home.groups.everyone.broadcast(flat, 0, unit=self.unit).wait()
             # `.data` has a version counter of its own: gathering into the storage is not a change of the shard.
             self.shard = self.own_slice(flat.data)
+            if self.dtypes.has_master:
+                self.shard = self.shard.clone() if self.layout.world > 1 else self.shard
+                self.storage.allocate()
+                self.storage.tensor.copy_(flat)
+        self.hide_masters()
         self.faces = list(self.parameters)
-        if row.optimizer.is_cut and (self.requires_grad or row.parameters.is_cut):
+        has_faces = row.optimizer.is_cut or not self.dtypes.is_plain
+        if has_faces and (self.requires_grad or row.parameters.is_cut):
             self.faces = [self._face(index) for index in range(len(self.entries))]
-        self.gradients = self._gradients(row)
-        self._gathered_version = self.shard._version
+        self.gradients = self._gradients()
+        self._gathered_version = self._written_version = self._shown_version = self.shard._version
 
     def _deal_out(self, flat: Tensor) -> None:
         groups, bounds = self.home.groups, self.layout.bounds
@@ -117,64 +145,120 @@ class Slab:
         if groups.across is not None:  # each group has dealt out its own first rank's values
             groups.across.broadcast(self.shard, 0, unit=self.unit).wait()
 
-    def start_gather(self) -> Handle:
-        self.storage.allocate()
-        flat = self.storage.tensor
+    def start_gather(self, *, masters: bool = False) -> Handle | None:
+        """Completes the storage; with `masters`, a whole copy of the masters which the parameters then show."""
         if self.is_stale:
             # A graph made before the change must not run backward with the new values: torch's own check sees it.
             torch.autograd.graph.increment_version(self.parameters)
-        self._gathered_version = self.shard._version
-        if self.copy is not None and self.copy.version == self.shard._version:
-            return self.copy.start_gather(unit=self.unit)
-        if self.has_own_shard:
-            self.own_slice(flat).copy_(self.shard)
-        return self.comm.all_gather(flat, self.layout.bounds, unit=self.unit)
+        if masters and self.dtypes.has_master:
+            self._shown_version = self.shard._version
+            self._show_masters()
+            self.own_slice(self.values).copy_(self.shard)
+        else:
+            self._gathered_version = self.shard._version
+            self.hide_masters()
+            self.storage.allocate()
+            if self.copy is not None and self.copy.version == self.shard._version:
+                return self.copy.start_gather(unit=self.unit)
+            if self.has_own_shard and not (self.is_kept and self._written_version == self.shard._version):
+                self.own_slice(self.values).copy_(self.shard)
+        return self.comm.all_gather(self.values, self.layout.bounds, unit=self.unit) if self.layout.world > 1 else None
+
+    @property
+    def is_kept(self) -> bool:
+        """The storage lives on between uses."""
+        return not self.home.row.parameters.is_cut and self.comm.size > 1
+
+    def kept_piece(self, index: int) -> Tensor | None:
+        """This rank's piece of a 16-bit parameter that lives on beside its master."""
+        if not (self.is_kept and self.dtypes.has_master):
+            return None
+        piece = self.layout.pieces(self.place)[index]
+        return self.own_slice(self.storage.tensor)[piece.shard_start : piece.shard_stop]
+
+    def written(self, version_before: int) -> None:
+        """An update has changed the shard, and has written its slice of the storage as well."""
+        if version_before in (self._gathered_version, self._written_version):  # the rest of the slice was up to date
+            self._written_version = self.shard._version
+
+    def _show_masters(self) -> None:
+        if self._masters is None:
+            self._masters = torch.zeros(self.layout.size, dtype=self.dtypes.master, device=self.home.device)
+            self._bind()
+
+    def hide_masters(self) -> None:
+        """The parameters show the storage again, whatever it holds."""
+        if self._masters is not None:
+            self._masters = None
+            self._bind()
+
+    @property
+    def shows_masters(self) -> bool:
+        return self._masters is not None
+
+    def _bind(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # past the guard: this moves no data
+            for index, parameter in enumerate(self.parameters):
+                parameter.data = self.view(index)
 
     def gathered(self) -> None:
         """The gather is through."""
-        if self.copy is not None and self.copy.version != self._gathered_version:
+        is_new = self.copy is not None and self.copy.version != self._gathered_version
+        if self.copy is not None and is_new and not self.shows_masters:
             self.copy.keep(self._gathered_version)
 
     @property
     def is_stale(self) -> bool:
         """Somebody changed the shard since it was last gathered: an optimizer, or the user by hand."""
-        return self.shard._version != self._gathered_version
+        return self.shard._version != (self._shown_version if self.shows_masters else self._gathered_version)
 
     def mark_changed(self) -> None:
         """Another rank has changed its shard. Whether to gather must be decided alike on all ranks."""
         torch.autograd.graph.increment_version(self.shard)
 
     def own_slice(self, flat: Tensor) -> Tensor:
-        return flat[self.layout.bounds[self.comm.rank] : self.layout.bounds[self.comm.rank + 1]]
+        return flat[self.layout.bounds[self.place] : self.layout.bounds[self.place + 1]]
 
     def view(self, index: int) -> Tensor:
+        """A whole parameter, as a view of the storage or of the masters that are shown."""
+        return self._views[index] if self._masters is None else self._view_of(self._masters, index)
+
+    def _view_of(self, flat: Tensor, index: int) -> Tensor:
         start = self.layout.offsets[index]
-        return self.storage.tensor[start : start + self.layout.numels[index]].view(self.parameters[index].shape)
+        return flat[start : start + self.layout.numels[index]].view(self.parameters[index].shape)
 
     def holds(self, parameter: Tensor) -> bool:
-        return parameter.untyped_storage()._cdata == self._storage_id
+        home = self._storage_id if self._masters is None else self._masters.untyped_storage()._cdata
+        return parameter.untyped_storage()._cdata == home
 
     def _face(self, index: int) -> ShardedParameter:
-        entry, world = self.entries[index], range(self.comm.size)
-        ranges = tuple((piece.start, piece.stop) for piece in (self.layout.pieces(rank)[index] for rank in world))
-        has_owner = self.home.row.has_owners
+        entry, is_replicated = self.entries[index], not self.home.row.optimizer.is_cut
+        places = [0 if is_replicated else rank for rank in range(self.comm.size)]
+        pieces = [self.layout.pieces(place)[index] for place in places]
         spec = ShardSpec(
-            entry.name, self.unit, entry.parameter.shape, ranges, self.comm, has_owner=has_owner, step=self.home.step
+            entry.name,
+            self.unit,
+            entry.parameter.shape,
+            tuple((piece.start, piece.stop) for piece in pieces),
+            self.comm,
+            has_owner=self.home.row.has_owners,
+            step=self.home.step,
+            is_replicated=is_replicated,
         )
-        piece = self.layout.pieces(self.comm.rank)[index]
+        piece = pieces[self.comm.rank]
         local = spec.shaped(self.shard[piece.shard_start : piece.shard_stop])
+        face = ShardedParameter(local, spec, requires_grad=entry.parameter.requires_grad)
         if entry.face is None:
-            entry.face = ShardedParameter(local, spec, requires_grad=entry.parameter.requires_grad)
+            entry.face = face
         else:  # cut anew: the optimizer may hold the face already
-            entry.face._local, entry.face._spec = local.detach(), spec
-            entry.face.requires_grad_(entry.parameter.requires_grad)
+            torch.utils.swap_tensors(entry.face, face)
         return entry.face
 
-    def _gradients(self, row: Row) -> Gradients:
-        if not row.reduces_to_owner:
-            return WholeGradients(self.parameters, self.layout)
+    def _gradients(self) -> Gradients:
         faces = [face for face in self.faces if isinstance(face, ShardedParameter)]
-        return CutGradients(self.parameters, faces, self.layout)
+        if not faces:
+            return WholeGradients(self.parameters, self.layout)
+        return FaceGradients(self.parameters, faces, self.layout, self.dtypes)
 
 
 class GroupCopy:

@@ -34,11 +34,13 @@ class Unit:
     def __init__(self, name: str, module: nn.Module, slabs: list[Slab], row: Row, index: int) -> None:
         self.name, self.module, self.slabs, self.index = name, module, slabs, index
         self.is_cut = row.parameters.is_cut
+        self.fetch: Callable[[], None] = self.wait  # called when released parameters that nobody cut are touched
         self.full_nbytes = self._full_nbytes()
         self._refusals: dict[str, Callable[[], None]] = {}
         self._state = State.READY
+        self.shows_masters = False  # in place of what forward computes with
         self._handles: list[Handle] = []
-        if self.is_cut:
+        if self.releases:
             self.release()
 
     @property
@@ -50,9 +52,18 @@ class Unit:
             raise AssertionError(f"unit '{self.name}' cannot go from {self._state.value} to {state.value}")
         self._state = state
 
+    @property
+    def has_masters(self) -> bool:
+        return any(slab.dtypes.has_master for slab in self.slabs)
+
+    @property
+    def releases(self) -> bool:
+        """Its parameters go after use. Alone, a rank can make them anew from its masters, so they need not stay."""
+        return self.is_cut or any(slab.dtypes.has_master and slab.comm.size == 1 for slab in self.slabs)
+
     def _full_nbytes(self) -> int:
         """What gathering it takes; nothing where the shard is all there is and stays in the storage."""
-        return sum(slab.storage.full_nbytes for slab in self.slabs if slab.has_own_shard)
+        return sum(slab.storage.full_nbytes for slab in self.slabs if slab.has_own_shard) if self.releases else 0
 
     @property
     def trainable_slabs(self) -> list[Slab]:
@@ -62,10 +73,13 @@ class Unit:
     def is_stale(self) -> bool:
         return any(slab.is_stale for slab in self.slabs)
 
-    def gather(self) -> None:
+    def gather(self, *, masters: bool = False) -> None:
         """Starts to complete the storage from all ranks' shards; `wait` ends it."""
+        everything = self.is_cut or self._state is State.RELEASED or masters != self.shows_masters
         self._enter(State.GATHERING)
-        self._handles = [slab.start_gather() for slab in self.slabs if self.is_cut or slab.is_stale]
+        handles = [slab.start_gather(masters=masters) for slab in self.slabs if everything or slab.is_stale]
+        self._handles = [handle for handle in handles if handle is not None]
+        self.shows_masters = masters
         if not self.is_cut:
             self._guard(self.wait)
 
@@ -87,16 +101,24 @@ class Unit:
                     _put(entry, entry.parameter, instead_of=face)
 
     def release(self) -> None:
-        """Frees the gathered memory; the module shows the sharded parameters."""
+        """Frees the gathered memory; where it is cut, the module shows the sharded parameters."""
         self._enter(State.RELEASED)
         for slab in self.slabs:
-            for entry, face in self._faces(slab):
+            for entry, face in self._faces(slab) if self.is_cut else ():
                 if face.requires_grad != entry.parameter.requires_grad:  # set on what the module showed until now
                     face.requires_grad_(entry.parameter.requires_grad)
                 _put(entry, face, instead_of=entry.parameter)
+            slab.hide_masters()
             if slab.has_own_shard:
                 slab.storage.free()
-        self._guard(None)
+        self.shows_masters = False
+        self._guard(None if self.is_cut else self._touched)
+
+    def hide_masters(self) -> None:
+        """For parameters that are not released: back to what forward computes with, stale if it has changed."""
+        for slab in self.slabs:
+            slab.hide_masters()
+        self.shows_masters = False
 
     def replace_slabs(self, old: list[Slab], new: list[Slab]) -> None:
         """Takes other slabs in, while the parameters are whole."""
@@ -137,6 +159,9 @@ class Unit:
         for slab in self.slabs:
             for entry in slab.entries:
                 guard(entry.parameter, arrive or self._refusal(entry.name))
+
+    def _touched(self) -> None:
+        self.fetch()
 
     def _refusal(self, name: str) -> Callable[[], None]:
         def refuse() -> None:

@@ -29,10 +29,11 @@ class Ledger:
             "state_bytes": {
                 "parameters": sum(_parameter_nbytes(slab) for slab in engine.slabs()),
                 "gradients": sum(slab.gradients.nbytes for slab in engine.slabs()),
-                "optimizer": sum(_nbytes(value) for value in self._optimizer_tensors()),
+                "optimizer": sum(_nbytes(value) for value in self._optimizer_tensors())
+                + sum(slab.shard.nbytes for slab in engine.slabs() if slab.dtypes.has_master),
             },
             "temporary_bytes": {
-                "gathered": sum(slab.storage.nbytes for slab in engine.slabs() if slab.has_own_shard),
+                "gathered": sum(slab.storage.nbytes for slab in engine.slabs() if _is_temporary(slab)),
                 "cached": engine.cache.nbytes,
                 "buffers": engine.pool.nbytes,
             },
@@ -58,8 +59,17 @@ class Ledger:
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
+def _is_temporary(slab: Slab) -> bool:
+    """The storage goes after use."""
+    return slab.has_own_shard and not slab.is_kept
+
+
 def _parameter_nbytes(slab: Slab) -> int:
-    kept = slab.shard.nbytes if slab.has_own_shard else slab.storage.nbytes
+    """What forward computes with and stays. A master counts with the optimizer's states."""
+    if _is_temporary(slab):
+        kept = 0 if slab.dtypes.has_master else slab.shard.nbytes
+    else:
+        kept = slab.storage.nbytes
     return kept + (0 if slab.copy is None else slab.copy.nbytes)
 
 

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from zerofold.engine import Engine
-from zerofold.optim.clip import clip_grad_norm
+from zerofold.optim.adam import why_not_one_pass
 from zerofold.optim.probe import scalar_states, why_not_by_parameter, why_not_elementwise
+from zerofold.optim.step import Step, StepOptions
 from zerofold.sharded import ShardedParameter, ShardedTensor
 
 
-def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], clip: float | None) -> None:
+def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], options: StepOptions) -> None:
     """Raises with the name and the fix when these optimizers cannot train this model."""
-    if clip is not None and not isinstance(clip, (int, float)):
-        raise TypeError(f"clip={clip!r} must be a number")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip={clip} must be a positive norm; leave it out for no clipping")
+    _check_options(options)
     faces = engine.faces()
     covered = {id(p) for other in engine.optimizers for group in other.param_groups for p in group["params"]}
     for optimizer in optimizers:
@@ -31,6 +29,7 @@ def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], cl
         held = [p for group in optimizer.param_groups for p in group["params"]]
         covered |= {id(faces[id(p)][1]) for p in held if id(p) in faces}
         _check_kind(engine, optimizer)
+        _check_one_pass(engine, optimizer, options)
     missing = [name for name, face in engine.trained_faces() if id(face) not in covered]
     if missing:
         raise ValueError(
@@ -38,6 +37,30 @@ def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], cl
             "them to a parameter group, attach the optimizer that has them in the same call, or freeze them with "
             "requires_grad_(False) before zerofold sees the model"
         )
+
+
+def _check_options(options: StepOptions) -> None:
+    for name, what in (("clip", "norm"), ("clip_value", "value")):
+        number = getattr(options, name)
+        if number is not None and (not isinstance(number, (int, float)) or isinstance(number, bool)):
+            raise TypeError(f"{name}={number!r} must be a number")
+        if number is not None and not number > 0:
+            raise ValueError(f"{name}={number} must be a positive {what}; leave it out for no clipping")
+    if options.clip is not None and options.clip_value is not None:
+        raise ValueError("clip= and clip_value= are two ways to clip: give one of them")
+    scheduler = options.scheduler
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise TypeError(f"scheduler must be a learning-rate scheduler, not {type(scheduler).__name__}")
+
+
+def _check_one_pass(engine: Engine, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
+    needed = options.one_pass or engine.precision.needs_one_pass
+    reason = why_not_one_pass(optimizer) if needed else None
+    if needed and options.one_pass is False:
+        reason = "one_pass=False rules it out"
+    if reason is not None:
+        why = "one_pass=True" if options.one_pass else "bf16 moments or masters, with their stochastic rounding,"
+        raise ValueError(f"{why} needs the one-pass update: {reason}")
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, groups: list[Any], faces: dict[int, tuple[str, Tensor]]) -> None:
@@ -70,22 +93,16 @@ def _check_kind(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
     _rebase(engine, optimizer, optimizer.param_groups)
     engine.optimizers.append(optimizer)
+    step = Step(engine, optimizer, options)
     known = len(optimizer.param_groups), engine.changes.count
-
-    def finish_gradients() -> None:
-        engine.changes.check()
-        engine.reductions.flush()
-        if clip is not None:
-            clip_grad_norm(engine, clip)
-        engine.begin_step(optimizer)
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         nonlocal known
         if engine.is_closed:
-            if engine.row.optimizer.is_cut:
+            if any(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"]):
                 raise RuntimeError(
                     "the model of this optimizer was closed, so a step would change nothing: build a new optimizer "
                     "on the model's parameters"
@@ -101,18 +118,15 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, clip: flo
         itself, *positional = args
         closure = kwargs.get("closure", positional[0] if positional else None)
         if closure is None:
-            finish_gradients()
+            step.begin()
             return None
         # The closure runs backward inside the step, so what belongs between the two must run at its end.
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (itself, _then(closure, finish_gradients), *positional[1:]), rest
+        return (itself, _then(closure, step.begin), *positional[1:]), rest
 
     def after_step(*_: Any) -> None:
-        if engine.is_closed:
-            return
-        engine.end_step()
-        if engine.row.refreshes_after_step:
-            engine.schedule.refresh()
+        if not engine.is_closed:
+            step.end()
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
@@ -151,7 +165,7 @@ def _cut_state(state: dict[str, Any], face: Tensor, scalars: frozenset[str]) -> 
             value = value.full_tensor()  # the parameter was cut anew; all ranks come here
         if not isinstance(value, Tensor) or value.shape != face.shape or key in scalars:
             return value
-        return ShardedTensor(face.spec.cut(value).clone(), face.spec)
+        return ShardedTensor(face.spec.cut(value.to(face.dtype)).clone(), face.spec)
 
     return {key: cut(key, value) for key, value in state.items()}
 

@@ -1,4 +1,4 @@
-"""The gradient norm over all ranks, and clipping by it."""
+"""All gradients of a model: their norm over all ranks, and clipping by it or by value."""
 
 from __future__ import annotations
 
@@ -12,19 +12,57 @@ from zerofold.engine import Engine
 from zerofold.sharded import ShardedTensor
 
 
+class Gradients:
+    """The gradients of one model as they are now: whole on every rank, or this rank's pieces."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        faces = engine.faces()
+        shown = [faces[id(p)] for p in engine.model.parameters() if id(p) in faces]  # in torch's order
+        named = [(name, face.grad) for name, face in shown if face.grad is not None]
+        self._are_plain = not any(isinstance(gradient, ShardedTensor) for _, gradient in named)
+        self.names = [name for name, _ in named]
+        self.local = [grad.local if isinstance(grad, ShardedTensor) else grad for _, grad in named]
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """The same number on every rank."""
+        is_cut = self._engine.row.optimizer.is_cut
+        if self._are_plain and not is_cut:  # torch's own arithmetic and order, to the bit
+            return torch.nn.utils.get_total_norm(self.local, norm_type)
+        total = _sum_of_powers([t for t in self.local if t.numel()], norm_type, self._engine.groups.gather.device)
+        if is_cut:
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            self._engine.groups.reduce.all_reduce(total, unit="gradient norm", op=op).wait()
+        return (total if math.isinf(norm_type) else total.pow(1 / norm_type)).float()
+
+    def coefficient(self, max_norm: float, norm: Tensor) -> Tensor:
+        """What to multiply by so that the norm is at most `max_norm`, as torch has it."""
+        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+    def multiply(self, scale: Tensor) -> None:
+        filled = [tensor for tensor in self.local if tensor.numel()]
+        if filled:
+            torch._foreach_mul_(filled, scale)
+
+    def clamp(self, value: float) -> None:
+        filled = [tensor for tensor in self.local if tensor.numel()]
+        if filled:
+            torch._foreach_clamp_min_(filled, -value)
+            torch._foreach_clamp_max_(filled, value)
+
+    def first_non_finite(self) -> str | None:
+        """The first parameter with an infinite or NaN gradient on any rank; all ranks must ask."""
+        bad = (i for i, tensor in enumerate(self.local) if tensor.numel() and not tensor.isfinite().all())
+        first = torch.tensor(float(next(bad, len(self.names))), dtype=torch.float64)
+        self._engine.groups.control.all_reduce(first, unit="non-finite", op=dist.ReduceOp.MIN).wait()
+        return None if int(first) == len(self.names) else self.names[int(first)]
+
+
 def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scales all gradients so that their total norm is at most `max_norm`; returns the norm before."""
-    if not engine.row.optimizer.is_cut:  # every rank has everything: torch's own arithmetic and order, to the bit
-        return torch.nn.utils.clip_grad_norm_(engine.model.parameters(), max_norm, norm_type)
-    faces = [face for _, face in engine.trainable_faces() if face.grad is not None]
-    gradients = [face.grad.local for face in faces if isinstance(face.grad, ShardedTensor)]
-    local = [gradient for gradient in gradients if gradient.numel()]
-    total = _sum_of_powers(local, norm_type, engine.groups.gather.device)
-    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    engine.groups.reduce.all_reduce(total, unit="gradient norm", op=op).wait()
-    norm = (total if math.isinf(norm_type) else total.pow(1 / norm_type)).float()
-    if local:
-        torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    gradients = Gradients(engine)
+    norm = gradients.norm(norm_type)
+    gradients.multiply(gradients.coefficient(max_norm, norm))
     return norm
 
 
@@ -32,5 +70,9 @@ def _sum_of_powers(tensors: list[Tensor], norm_type: float, device: torch.device
     """Σ|x|^p over all tensors, or max|x| for p = inf; in double, so that how it is cut does not show."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(tensors, norm_type)])
-    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+    norms: list[Tensor] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # lists of one dtype take the fast kernels
+        some = [tensor for tensor in tensors if tensor.dtype is dtype]
+        norms += torch._foreach_norm(some, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+    stacked = torch.stack([norm.double() for norm in norms])
+    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()

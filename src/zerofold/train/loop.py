@@ -58,15 +58,23 @@ class Training:
         model = GPT(options.gpt).to(device)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
-        self.model, self.optimizer = zf.prepare(model, optimizer, stage=options.stage, units=Block, clip=1.0)
-        self.ledger = zf.ledger(self.model)
-        self.snapshot = self.ledger.snapshot()
         self.progress = 0.0
         limit = options.step_limit
         warmup = LONGEST_WARMUP if limit is None else max(1, min(LONGEST_WARMUP, limit // 10))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / warmup) * cosine(self.progress)
+            optimizer, lambda step: min(1.0, (step + 1) / warmup) * cosine(self.progress)
         )
+        self.model, self.optimizer = zf.prepare(
+            model,
+            optimizer,
+            stage=options.stage,
+            precision=options.precision,
+            units=Block,
+            clip=1.0,
+            scheduler=self.scheduler,
+        )
+        self.ledger = zf.ledger(self.model)
+        self.snapshot = self.ledger.snapshot()
 
     def run(self, reporter: Reporter | None) -> Result:
         """Train until the steps or the minutes are used up."""
@@ -75,6 +83,7 @@ class Training:
         first_loss, validation_loss = math.nan, None
         while self.progress < 1:
             step_start = time.monotonic()
+            lr = float(self.scheduler.get_last_lr()[0])
             own_loss = self.step(step)
             step += 1
             # Every rank needs rank 0's clock, or one could stop while another waits for it in a collective.
@@ -82,8 +91,6 @@ class Training:
             loss, self.progress = self.agree(own_loss, done)
             if not math.isfinite(loss):
                 raise RuntimeError(f"the loss is {loss} at step {step}: use a smaller learning rate (--lr)")
-            lr = float(self.scheduler.get_last_lr()[0])
-            self.scheduler.step()
             losses.append(loss)
             durations.append(time.monotonic() - step_start)
             if step == 1:
@@ -102,6 +109,7 @@ class Training:
                     tokens_per_second=self.tokens_per_step / fmean(durations),
                     state_bytes=self.snapshot["state_bytes"],
                     comm_bytes=self.snapshot["comm_bytes"],
+                    skipped_steps=self.skipped_steps,
                 )
                 reporter.show(status)
         assert validation_loss is not None  # the last step validates
@@ -126,6 +134,11 @@ class Training:
         self.optimizer.zero_grad()
         return loss.detach()
 
+    @property
+    def skipped_steps(self) -> int:
+        info = zf.last_step(self.model)
+        return 0 if info is None else info.skipped_total
+
     def agree(self, own_loss: torch.Tensor, done: float) -> tuple[float, float]:
         """The mean loss of all ranks, and how far the run is by the clock of rank 0."""
         numbers = torch.stack([own_loss.double() / self.world, own_loss.new_tensor(done).double()])
@@ -149,7 +162,7 @@ class Training:
         options = self.options
         self.model.eval()
         # Gathered once for all the bytes, instead of once for each.
-        with zf.full_params(self.model):
+        with zf.full_params(self.model, masters=False):
             length, seq = options.sample_bytes, options.gpt.seq
             text = generate(self.model, PROMPT, length, seq=seq, seed=options.seed, device=self.device)
         self.model.train()
@@ -175,8 +188,8 @@ class Training:
         megabytes = (len(self.text.training) + len(self.text.validation)) / 1e6
         return (
             f"Training a GPT of {millions:.1f}M parameters on {megabytes:.1f} MB of Python source: "
-            f"stage {self.options.stage}, {self.world} rank{'s' if self.world > 1 else ''} on "
-            f"{self.device.type}. Run folder: {self.options.out}"
+            f"stage {self.options.stage}, {self.options.precision}, {self.world} "
+            f"rank{'s' if self.world > 1 else ''} on {self.device.type}. Run folder: {self.options.out}"
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerofold.placement import row
+from zerofold.precision import policy_of
 from zerofold.train.gpt import GPTConfig
 
 DEFAULT_STEPS = 300
@@ -19,6 +20,8 @@ class TrainOptions:
     """The run folder: config.json and metrics.jsonl."""
     gpt: GPTConfig = field(default_factory=GPTConfig)
     stage: int = 3
+    precision: str = "fp32"
+    """fp32, tf32, bf16 or fp16."""
     steps: int | None = None
     """Stop after so many optimizer steps. With neither this nor `minutes`: 300."""
     minutes: float | None = None
@@ -35,6 +38,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         row(self.stage)
+        policy_of(self.precision)
         for name in ("batch", "validate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")

@@ -38,6 +38,8 @@ class Status:
     """On rank 0."""
     comm_bytes: dict[str, int]
     """Sent by rank 0 since the start, by operation."""
+    skipped_steps: int = 0
+    """For gradients that were infinite or NaN."""
 
 
 class Reporter:
@@ -103,7 +105,8 @@ def _learning(status: Status, steps: int | None) -> str:
     of = f"/{steps}" if steps else ""
     validation = "" if status.validation_loss is None else f", val {status.validation_loss:.3f}"
     speed = f"{status.tokens_per_second:,.0f} tokens/s"
-    return f"step {status.step}{of}, loss {status.loss:.3f}{validation}, {speed}"
+    skipped = f", {status.skipped_steps} skipped" if status.skipped_steps else ""
+    return f"step {status.step}{of}, loss {status.loss:.3f}{validation}{skipped}, {speed}"
 
 
 def _resources(status: Status) -> str:

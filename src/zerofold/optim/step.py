@@ -1,0 +1,133 @@
+"""Between backward and update: are all gradients finite, how large are they, and what does the optimizer get to see."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerofold.engine import Engine, StepInfo
+from zerofold.optim.adam import update, why_not_one_pass
+from zerofold.optim.clip import Gradients
+from zerofold.sharded import ShardedParameter, ShardedTensor
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What `attach` was told about the steps of an optimizer."""
+
+    clip: float | None = None
+    clip_value: float | None = None
+    one_pass: bool | None = None
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+
+
+class Step:
+    """The sharded part of every step of one optimizer."""
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
+        self._engine, self._optimizer, self._options = engine, optimizer, options
+        self._was_applied = False
+
+    def begin(self) -> None:
+        """Gradients are all there: the optimizer's own code runs next, unless the one pass has done its work."""
+        engine, options = self._engine, self._options
+        if engine.is_swapped:
+            raise RuntimeError(
+                "optimizer.step() inside `with average.swapped()` would train the averaged weights: leave it"
+            )
+        engine.changes.check()
+        engine.reductions.flush()
+        gradients = Gradients(engine)
+        overflow = self._take_over_grad_scaler(gradients)
+        norm = gradients.norm()
+        info = self._judge(gradients, norm.item(), overflow)
+        self._was_applied = not info.skipped
+        if info.skipped:
+            engine.reductions.expect_no_update()
+            self._hide()
+            return
+        scale = None
+        if options.clip is not None and not info.norm <= options.clip - 1e-6:
+            scale = gradients.coefficient(options.clip, norm)
+        if self._uses_one_pass():
+            update(engine, self._optimizer, scale, options.clip_value)
+            self._hide()
+            return
+        if scale is not None:
+            gradients.multiply(scale)
+        if options.clip_value is not None:
+            gradients.clamp(options.clip_value)
+        engine.begin_step(self._optimizer)
+        for face in self._faces():
+            gradient = face.grad
+            if isinstance(gradient, ShardedTensor) and gradient.dtype is not face.dtype:
+                # torch's optimizers want one dtype. The accumulators stay as they are.
+                engine.step.show(face, ShardedTensor(gradient.local.to(face.dtype), gradient.spec))
+
+    def end(self) -> None:
+        engine = self._engine
+        engine.end_step()
+        if not self._was_applied:
+            return
+        engine.schedule.refresh()
+        for follow in engine.after_step if self._optimizer is engine.optimizers[-1] else ():
+            follow()
+        if self._options.scheduler is not None:
+            self._options.scheduler.step()
+
+    def _uses_one_pass(self) -> bool:
+        wanted, engine = self._options.one_pass, self._engine
+        if wanted is None:
+            wanted = engine.precision.parameters is not None
+        return (
+            wanted
+            and why_not_one_pass(self._optimizer) is None
+            and all(isinstance(p, ShardedParameter) or not p.numel() for p in self._parameters())
+        )
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _faces(self) -> list[ShardedParameter]:
+        return [p for p in self._parameters() if isinstance(p, ShardedParameter)]
+
+    def _hide(self) -> None:
+        """The optimizer's own code finds no gradient and leaves everything as it is, its counters too."""
+        self._engine.step.is_open = True
+        for parameter in self._parameters():
+            self._engine.step.show(parameter, None)
+
+    def _take_over_grad_scaler(self, gradients: Gradients) -> bool:
+        """torch.amp.GradScaler hands scale and verdict of a step to optimizers that are fused; else it acts itself."""
+        found_inf, scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        if scale is not None:
+            gradients.multiply(scale.reciprocal())
+            self._optimizer.grad_scale = None  # type: ignore[attr-defined]
+        return found_inf is not None and bool(found_inf.item())
+
+    def _judge(self, gradients: Gradients, norm: float, overflow: bool) -> StepInfo:
+        """One verdict for all ranks, from a number that all of them have. Taken once for one set of gradients."""
+        engine = self._engine
+        skipped = overflow or not math.isfinite(norm)
+        name = gradients.first_non_finite() if skipped else None
+        scale, is_new = engine.scaler.value, engine.judged != engine.reductions.count
+        engine.judged = engine.reductions.count
+        info = StepInfo(norm, skipped, name, scale, engine.scaler.skipped + (skipped and is_new))
+        engine.last_step = info
+        if not is_new:
+            return info
+        if skipped and engine.groups.control.rank == 0 and engine.scaler.is_at_minimum:
+            warnings.warn(f"step skipped: {_what(name)}; {info.skipped_total} skipped so far", stacklevel=5)
+        engine.scaler.update(skipped, parameter=name)
+        engine.reducer.loss_scale = engine.scaler.value
+        return info
+
+
+def _what(name: str | None) -> str:
+    if name is None:
+        return "the norm of all gradients is infinite, though each of them is finite"
+    return f"the gradient of '{name}' is infinite or NaN"
