@@ -1,14 +1,15 @@
-"""`zerofold bench step`: its statistics on small numbers, and one tiny run from end to end."""
+"""`zerofold bench`: the statistics on small numbers, and one tiny run of each command from end to end."""
 
 import json
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
-from zerofold.bench import figures, step
+from zerofold.bench import figures, mixed, step
 from zerofold.bench.fleet import EngineError, EngineProcesses, Setting
-from zerofold.bench.gpt import GPTSize
+from zerofold.bench.gpt import GPT, GPTSize, RandomTokens
 from zerofold.bench.step import Measurement, Record, bench_step_command, make_row
 from zerofold.bench.update import bench_update_command
 
@@ -17,9 +18,27 @@ SETTING = Setting(world=2, device="cpu", size=TINY, batch=2, timeout=120)
 MIB = 2**20
 
 
-def invoke(*arguments: str):
+TINY_OPTIONS = [
+    "--d",
+    "64",
+    "--layers",
+    "2",
+    "--heads",
+    "2",
+    "--vocab",
+    "64",
+    "--seq",
+    "16",
+    "--batch",
+    "2",
+    "--device",
+    "cpu",
+]
+
+
+def invoke(*arguments: str, command=bench_step_command):
     app = typer.Typer()
-    app.command()(bench_step_command)
+    app.command()(command)
     return CliRunner().invoke(app, list(arguments))
 
 
@@ -86,9 +105,8 @@ def test_a_failed_engine_is_a_row_with_its_reason():
 
 def test_tiny_run_from_end_to_end(tmp_path):
     out = tmp_path / "result.json"
-    options = "--engines none,ddp,fsdp2 --rounds 2 --steps 2 --nproc 2 --device cpu --json"
-    sizes = "--d 64 --layers 2 --heads 2 --vocab 64 --seq 16 --batch 2"
-    result = invoke(*options.split(), *sizes.split(), "--out", str(out))
+    options = "--engines none,ddp,fsdp2 --rounds 2 --steps 2 --nproc 2 --json"
+    result = invoke(*options.split(), *TINY_OPTIONS, "--out", str(out))
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)
     assert summary == json.loads(out.read_text())
@@ -150,3 +168,69 @@ def test_the_update_is_timed_beside_a_copy():
     refused = CliRunner().invoke(app, ["--params", "0"])
     assert refused.exit_code == 2
     assert "use 1 or more" in refused.stderr
+
+
+def test_a_recomputed_model_trains_the_same():
+    tokens, targets = RandomTokens(TINY, batch=2, rank=0).at(0)
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = GPT(TINY, checkpointing=checkpointing)
+        model(tokens, targets).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(kept, again) for kept, again in zip(*gradients, strict=True))
+
+
+def test_every_second_round_runs_backwards():
+    assert [figures.there_and_back(["a", "b"], index) for index in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
+
+
+@pytest.mark.parametrize(("second_loss", "error"), [(4.01, None), (4.2, "does not train as plain PyTorch does")])
+def test_a_mixed_row_has_times_ratios_and_losses(second_loss, error):
+    seen = mixed.Measurement(
+        rounds=[{"plain": 1.0, "zf3": 1.1}, {"plain": 2.0, "zf3": 2.0}],
+        records={
+            "plain": mixed.Record(seconds=[1.0, 2.0], losses=[5.0, 4.0]),
+            "zf3": mixed.Record(seconds=[1.1, 1.0, 2.0], losses=[5.0, second_loss], device_peak_bytes=2**31),
+        },
+        errors={"ds3": "not installed"},
+    )
+    setting = Setting(world=1, device="cpu", size=TINY, batch=2)
+    row = mixed.make_row("zf3", seen, setting)
+    assert (row.step_s, row.step_s_min, row.step_s_max) == (1.1, 1.0, 2.0)
+    assert (row.over_plain, row.over_plain_min, row.over_plain_max) == (1.05, 1.0, 1.1)
+    assert (row.tokens_per_s, row.device_peak_gib) == (29.1, 2.0)
+    assert (row.first_loss, row.last_loss) == (5.0, second_loss)
+    assert row.error == error or (row.error or "").startswith(error or "no error")
+    assert mixed.make_row("ds3", seen, setting).error == "not installed"
+    assert mixed.make_row("zf0", seen, setting).step_s is None  # its turn has not come
+
+
+def test_tiny_mixed_run(tmp_path):
+    out = tmp_path / "result.json"
+    arguments = ["--engines", "zf3", "--rounds", "1", "--steps", "2", *TINY_OPTIONS, "--json", "--out", str(out)]
+    result = invoke(*arguments, command=mixed.bench_mixed_command)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert summary == json.loads(out.read_text())
+    plain, zf3 = summary["rows"]
+    assert (plain["engine"], zf3["engine"]) == ("plain", "zf3")
+    assert plain["over_plain"] == 1.0
+    assert zf3["error"] is None
+    assert zf3["first_loss"] == pytest.approx(plain["first_loss"], abs=1e-3)
+    assert zf3["last_loss"] == pytest.approx(plain["last_loss"], abs=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--engines", "zf3,ddp"], "no engine 'ddp'; the engines are plain, fsdp2"),
+        (["--d", "60", "--heads", "8"], "60 does not divide into 8 heads"),
+        (["--device", "tpu"], "--device must be auto, cpu or cuda"),
+        (["--out", "/no/such/folder/file.json"], "there is no folder"),
+    ],
+)
+def test_misuse_of_mixed(arguments, hint):
+    result = invoke(*arguments, command=mixed.bench_mixed_command)
+    assert result.exit_code == 2
+    assert hint in result.stderr

@@ -31,7 +31,7 @@ def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("command", [["train"], ["verify"], ["bench", "step"], ["bench", "update"]])
+@pytest.mark.parametrize("command", [["train"], ["verify"], ["bench", "step"], ["bench", "update"], ["bench", "mixed"]])
 def test_help_has_an_example(command: list[str]) -> None:
     code, output = run(*command, "--help")
     assert code == 0

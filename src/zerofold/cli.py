@@ -26,6 +26,7 @@ def main() -> None:
 
 def build_app() -> typer.Typer:
     """All commands. Built when called, so that rank processes, which import this file, do not load them."""
+    from zerofold.bench.mixed import bench_mixed_command
     from zerofold.bench.step import bench_step_command
     from zerofold.bench.update import bench_update_command
     from zerofold.verify import verify_command
@@ -44,6 +45,7 @@ def build_app() -> typer.Typer:
     bench_app = typer.Typer(help="Measure side by side with other engines.", no_args_is_help=True)
     bench_app.command("step")(bench_step_command)
     bench_app.command("update")(bench_update_command)
+    bench_app.command("mixed")(bench_mixed_command)
     app.add_typer(bench_app, name="bench")
     return app
 

@@ -36,6 +36,8 @@ class Engine:
 
     build: Build
     needs: tuple[str, ...] = ()
+    note: Callable[[torch.device], str] = lambda _: ""
+    """After the build: a choice it made by itself that a reader should know of."""
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:

@@ -34,6 +34,11 @@ def rotated(engines: Sequence[str], round_index: int) -> list[str]:
     return [*engines[start:], *engines[:start]]
 
 
+def there_and_back(engines: Sequence[str], round_index: int) -> list[str]:
+    """In order, then in reverse: what drifts steadily over two rounds touches every engine alike."""
+    return list(engines) if round_index % 2 == 0 else list(reversed(engines))
+
+
 def largest(values: Iterable[float]) -> float:
     """The largest, where a NaN counts as infinite; `max` would let it pass unseen."""
     return max(math.inf if math.isnan(value) else value for value in values)

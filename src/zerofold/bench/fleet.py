@@ -51,7 +51,11 @@ class Setting:
     size: GPTSize
     batch: int
     dtype: str = "float32"
-    """Of parameters, gradients and states alike."""
+    """Of parameters, gradients and states alike; with `mixed`, of what the model computes in."""
+    mixed: bool = False
+    """The 16-bit engines, whose optimizers work in fp32."""
+    checkpointing: bool = False
+    """Every block is computed again in backward, for every engine."""
     compiled: bool = False
     """Every block is compiled, for every engine."""
     malloc: str = "default"
@@ -96,6 +100,8 @@ class EngineProcesses:
             size=setting.size,
             batch=setting.batch,
             dtype=setting.dtype,
+            mixed=setting.mixed,
+            checkpointing=setting.checkpointing,
             compiled=setting.compiled,
             timeout=setting.timeout,
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +63,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, blocks, an untied head; forward returns the mean cross-entropy."""
+    """Token and position embeddings, blocks, an untied head; forward returns the mean cross-entropy.
 
-    def __init__(self, size: GPTSize) -> None:
+    With `checkpointing` a block keeps only its input for backward and is computed again there.
+    """
+
+    def __init__(self, size: GPTSize, *, checkpointing: bool = False) -> None:
         super().__init__()
+        self.checkpointing = checkpointing
         self.tokens = nn.Embedding(size.vocab, size.width)
         self.positions = nn.Embedding(size.seq, size.width)
         self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
@@ -75,7 +80,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # both [batch, seq]
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.reshape(-1))
 

@@ -10,14 +10,12 @@ So a machine that slows down for a while slows both sides of a ratio.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import psutil
 import torch
@@ -28,6 +26,7 @@ from zerofold.bench import figures
 from zerofold.bench.engines import ENGINES
 from zerofold.bench.fleet import MALLOC_SETTINGS, EngineError, EngineProcesses, Setting
 from zerofold.bench.gpt import GPTSize
+from zerofold.bench.machine import check_folder_of, choose_device, choose_world, describe_machine, select_engines
 from zerofold.bench.table import Row, print_table
 from zerofold.bench.worker import Ready, TurnResult
 
@@ -148,52 +147,6 @@ def _mib(count: int | None) -> float | None:
     return None if count is None else round(count / 2**20, 1)
 
 
-def _selected_engines(names: str) -> list[str]:
-    """The engines asked for, in the table's order, with DDP among them: every ratio needs it."""
-    wanted = [name.strip() for name in names.split(",") if name.strip()] or list(ENGINES)
-    for name in wanted:
-        if name not in ENGINES:
-            raise ValueError(f"there is no engine {name!r}; the engines are {', '.join(ENGINES)}")
-    return [name for name in ENGINES if name in wanted or name == REFERENCE]
-
-
-def _make_setting(
-    *,
-    device: str,
-    nproc: int | None,
-    size: GPTSize,
-    batch: int,
-    dtype: str,
-    compiled: bool,
-    malloc: str,
-    timeout: float,
-) -> Setting:
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device must be auto, cpu or cuda, not {device!r}")
-    if dtype not in LOSS_TOLERANCE:
-        raise ValueError(f"--dtype must be {' or '.join(LOSS_TOLERANCE)}, not {dtype!r}")
-    if malloc not in MALLOC_SETTINGS:
-        raise ValueError(f"--malloc must be {' or '.join(MALLOC_SETTINGS)}, not {malloc!r}")
-    gpus = torch.cuda.device_count()
-    if device == "auto":
-        device = "cuda" if gpus else "cpu"
-    if device == "cuda" and not gpus:
-        raise ValueError("--device cuda, but this machine has no GPU that torch can use; use --device cpu")
-    world = nproc if nproc is not None else (gpus if device == "cuda" else 2)
-    if device == "cuda" and world > gpus:
-        raise ValueError(f"--nproc {world}, but there are {gpus} GPUs and a rank needs its own")
-    return Setting(
-        world=world,
-        device=device,
-        size=size,
-        batch=batch,
-        dtype=dtype,
-        compiled=compiled,
-        malloc=malloc,
-        timeout=timeout,
-    )
-
-
 def _engines_at_once(setting: Setting) -> int:
     """How many engines fit into the memory that is free now, on the host and on the GPUs."""
     rank_bytes = figures.rank_bytes(setting.size, setting.batch)
@@ -240,11 +193,16 @@ def bench_step_command(
     """
     notes = Console(stderr=True)
     try:
-        chosen = _selected_engines(engines)
+        chosen = select_engines(engines, ENGINES, always=REFERENCE)
+        if malloc not in MALLOC_SETTINGS:
+            raise ValueError(f"--malloc must be {' or '.join(MALLOC_SETTINGS)}, not {malloc!r}")
         size = GPTSize(vocab=vocab, width=d, layers=layers, heads=heads, seq=seq)
-        setting = _make_setting(
+        if dtype not in LOSS_TOLERANCE:
+            raise ValueError(f"--dtype must be {' or '.join(LOSS_TOLERANCE)}, not {dtype!r}")
+        device = choose_device(device)
+        setting = Setting(
+            world=choose_world(nproc, device, on_cpu=2),
             device=device,
-            nproc=nproc,
             size=size,
             batch=batch,
             dtype=dtype,
@@ -252,8 +210,7 @@ def bench_step_command(
             malloc=malloc,
             timeout=timeout,
         )
-        if out is not None and not out.parent.is_dir():
-            raise ValueError(f"--out {out}: there is no folder {out.parent}")
+        check_folder_of(out)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -275,7 +232,7 @@ def bench_step_command(
 
     rows = [make_row(engine, measurement, dtype) for engine in chosen]
     result = {
-        "machine": _describe_machine(setting),
+        "machine": describe_machine(setting),
         "model": {"psi": size.parameters, **asdict(size), "batch": batch, "dtype": dtype, "compiled": compiled},
         "method": {"rounds": rounds, "steps": steps, "batches": batches},
         "rows": [asdict(row) for row in rows],
@@ -291,17 +248,3 @@ def bench_step_command(
     # A peer may fail; without the reference, or with a row of ours that fails, the run has not done its job.
     if any(row.error and (row.engine == REFERENCE or row.engine.startswith("zf")) for row in rows):
         raise typer.Exit(1)
-
-
-def _describe_machine(setting: Setting) -> dict[str, Any]:
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "device": torch.cuda.get_device_name() if setting.device == "cuda" else "cpu",
-        "backend": setting.backend,
-        "world": setting.world,
-        "malloc": setting.malloc,
-    }

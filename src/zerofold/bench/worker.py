@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from zerofold.bench.engines import ENGINES
 from zerofold.bench.gpt import GPT, GPTSize, RandomTokens
+from zerofold.bench.mixed_engines import MIXED_ENGINES
 
 # torch imports it with the first optimizer: tens of MiB which would look like the engine's own.
 LAZY_IMPORTS = ("torch._dynamo",)
@@ -40,6 +41,9 @@ class RankTask:
     size: GPTSize
     batch: int
     dtype: str
+    mixed: bool
+    """The engine is one of MIXED_ENGINES, not of ENGINES."""
+    checkpointing: bool
     compiled: bool
     timeout: float
 
@@ -48,6 +52,9 @@ class RankTask:
 class Ready:
     start_bytes: int
     """Resident memory with the imports done and the model built, before the engine touched it."""
+    device_build_peak_bytes: int | None
+    """Highest memory allocated on the accelerator while the engine took the model over, where there is one."""
+    note: str
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class TurnResult:
     peak_bytes: int
     """Highest resident memory of this process so far."""
     device_peak_bytes: int | None
-    """Highest memory allocated on the accelerator so far, where there is one."""
+    """Highest memory allocated on the accelerator since the build, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class Rank:
     """The engine of this process, and how far in the data it is."""
 
     def __init__(self, task: RankTask) -> None:
-        engine = ENGINES[task.engine]
+        engine = (MIXED_ENGINES if task.mixed else ENGINES)[task.engine]
         for module in (*LAZY_IMPORTS, *engine.needs):
             importlib.import_module(module)
         torch.set_num_threads(1)
@@ -111,13 +118,21 @@ class Rank:
         )
         torch.manual_seed(0)
         with self.device:
-            model = GPT(task.size).to(getattr(torch, task.dtype))
+            model = GPT(task.size, checkpointing=task.checkpointing).to(getattr(torch, task.dtype))
         if task.compiled:
             for block in model.blocks:
                 block.compile()
         self.data = RandomTokens(task.size, batch=task.batch, rank=task.rank, device=self.device)
-        self.start_bytes = psutil.Process().memory_info().rss
+        start_bytes = psutil.Process().memory_info().rss
+        self._forget_peak()  # drawing the weights in fp32 takes more than they do
         self.step = engine.build(model, batch=task.batch, device=self.device)
+        self.ready = Ready(
+            start_bytes=start_bytes,
+            device_build_peak_bytes=torch.cuda.max_memory_allocated() if on_cuda else None,
+            note=engine.note(self.device),
+        )
+        del model  # an engine may have made another one of it
+        self._forget_peak()
         self.steps_done = 0
 
     def run(self, turn: Turn) -> TurnResult:
@@ -141,6 +156,11 @@ class Rank:
             device_peak_bytes=torch.cuda.max_memory_allocated() if on_cuda else None,
         )
 
+    def _forget_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
     def _meet(self) -> None:
         """Wait until every rank's work is done, on the device too."""
         if self.device.type == "cuda":
@@ -154,7 +174,7 @@ def serve(connection: Connection) -> None:
     """Build the engine, then run turns until the driver closes the pipe."""
     try:
         rank = Rank(connection.recv())
-        connection.send(Ready(rank.start_bytes))
+        connection.send(rank.ready)
         while True:
             connection.send(rank.run(connection.recv()))
     except (EOFError, BrokenPipeError):

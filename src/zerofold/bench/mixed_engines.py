@@ -1,0 +1,153 @@
+"""The engines of `zerofold bench mixed`: they compute in bf16, and AdamW keeps masters and moments in fp32.
+
+Each gets the same model in bf16 and clips the gradient norm at the same value. What each does by itself otherwise
+(in which dtype it reduces, when it casts, which kernel updates) is its own choice, and part of what is measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofold.bench.engines import BETAS, WEIGHT_DECAY, Engine, Step
+from zerofold.bench.gpt import GPT, Block
+
+LEARNING_RATE = 1e-4
+CLIP = 1.0
+
+
+def _adamw(parameters: Iterable[Tensor], **kernel: bool) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, **kernel)
+
+
+def plain(model: GPT, *, batch: int, device: torch.device) -> Step:
+    """Plain PyTorch without communication: masters beside the model, cast there and back."""
+    parameters: list[Tensor] = list(model.parameters())
+    masters = [parameter.detach().float() for parameter in parameters]
+    optimizer = _adamw(masters, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = model(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        for parameter, master in zip(parameters, masters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+            parameter.grad = None  # one by one, so that both forms of all gradients never exist together
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, masters)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def fsdp2(model: GPT, *, batch: int, device: torch.device) -> Step:
+    """fp32 parameters, cast to bf16 where they are gathered; gradients are reduced in bf16."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model.float()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    optimizer = _adamw(model.parameters(), fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = model(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def deepspeed(model: GPT, *, batch: int, device: torch.device, stage: int) -> Step:
+    library: Any = importlib.import_module("deepspeed")
+    library.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
+    settings: dict[str, Any] = {
+        "lr": LEARNING_RATE,
+        "betas": list(BETAS),
+        "eps": 1e-8,
+        "weight_decay": WEIGHT_DECAY,
+    }
+    if not _own_adam_works(device):
+        settings |= {"torch_adam": True, "fused": True}
+    config = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": settings},
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True},
+    }
+    engine, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+@cache
+def _own_adam_works(device: torch.device) -> bool:
+    """Whether DeepSpeed's own GPU kernel can be compiled here. One try: a failure may take a minute."""
+    if device.type != "cuda":
+        return False
+    # For this GPU alone: the list that DeepSpeed makes up can name architectures that the compiler has dropped.
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability(device)))
+    try:
+        importlib.import_module("deepspeed.ops.op_builder").FusedAdamBuilder().load()
+    except Exception:  # no compiler, another CUDA version, a compile error: all mean torch's kernel
+        return False
+    return True
+
+
+def _which_adam(device: torch.device) -> str:
+    return f"updates with {'its own FusedAdam' if _own_adam_works(device) else 'fused AdamW of torch'}"
+
+
+def zerofold(model: GPT, *, batch: int, device: torch.device, stage: int) -> Step:
+    library: Any = importlib.import_module("zerofold")
+    sharded, optimizer = library.prepare(
+        model, _adamw(model.parameters()), stage=stage, precision="bf16", units=Block, clip=CLIP
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = sharded(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+MIXED_ENGINES: Mapping[str, Engine] = MappingProxyType(
+    {
+        "plain": Engine(plain),
+        "fsdp2": Engine(fsdp2, needs=("torch.distributed.fsdp",)),
+        **{
+            f"ds{stage}": Engine(partial(deepspeed, stage=stage), needs=("deepspeed",), note=_which_adam)
+            for stage in (0, 1, 3)
+        },
+        **{f"zf{stage}": Engine(partial(zerofold, stage=stage), needs=("zerofold",)) for stage in (0, 1, 2, 3)},
+    }
+)
