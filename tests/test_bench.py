@@ -7,7 +7,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from zerofold.bench import figures, mixed, step
+from zerofold.bench import figures, memory, mixed, step
 from zerofold.bench.fleet import EngineError, EngineProcesses, Setting
 from zerofold.bench.gpt import GPT, GPTSize, RandomTokens
 from zerofold.bench.step import Measurement, Record, bench_step_command, make_row
@@ -232,5 +232,51 @@ def test_tiny_mixed_run(tmp_path):
 )
 def test_misuse_of_mixed(arguments, hint):
     result = invoke(*arguments, command=mixed.bench_mixed_command)
+    assert result.exit_code == 2
+    assert hint in result.stderr
+
+
+def test_the_formula_is_the_papers():
+    size = memory.SIZES["cuda"]
+    assert size.parameters == pytest.approx(7.5e9, rel=0.003)
+    billions = [memory.formula_bytes(stage, int(7.5e9), 64) / 1e9 for stage in memory.STAGES]
+    assert billions == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+
+
+@pytest.mark.parametrize(("over", "ok"), [(-0.4, True), (0.029, True), (0.031, False)])
+def test_a_stage_may_be_a_little_over_its_formula(over, ok):
+    task = memory.MemoryTask(stage=3, world=4, size=TINY, device="cpu", fused=False)
+    resident = round(memory.formula_bytes(3, TINY.parameters, 4) * (1 + over))
+    held = memory.Held(resident=resident, state_bytes={}, released={}, step_peak=None, build_peak=None)
+    result = memory.judge(task, held)
+    assert (result.ok, result.over_percent) == (ok, pytest.approx(100 * over, abs=0.01))
+    assert not memory.judge(task, None, "rank 0: OutOfMemoryError").ok
+
+
+def test_tiny_memory_run(tmp_path):
+    out = tmp_path / "result.json"
+    sizes = ["--d", "256", "--layers", "2", "--heads", "2", "--vocab", "256", "--seq", "8", "--world", "16"]
+    arguments = ["--stages", "3", *sizes, "--device", "cpu", "--json", "--out", str(out)]
+    result = invoke(*arguments, command=memory.bench_memory_command)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert summary == json.loads(out.read_text())
+    (stage,) = summary["stages"]
+    assert stage["ok"]
+    assert stage["over_percent"] == pytest.approx(0, abs=3)
+    assert sum(stage["state_gb"].values()) == pytest.approx(stage["resident_gb"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--stages", "2,4"], "no stage '4'; choose from 0, 1, 2, 3"),
+        (["--stages", ","], "--stages names no stage"),
+        (["--d", "60", "--heads", "8"], "60 does not divide into 8 heads"),
+        (["--device", "tpu"], "--device must be auto, cpu or cuda"),
+    ],
+)
+def test_misuse_of_memory(arguments, hint):
+    result = invoke(*arguments, command=memory.bench_memory_command)
     assert result.exit_code == 2
     assert hint in result.stderr

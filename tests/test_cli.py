@@ -31,7 +31,9 @@ def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("command", [["train"], ["verify"], ["bench", "step"], ["bench", "update"], ["bench", "mixed"]])
+@pytest.mark.parametrize(
+    "command", [["train"], ["verify"], ["bench", "step"], ["bench", "update"], ["bench", "mixed"], ["bench", "memory"]]
+)
 def test_help_has_an_example(command: list[str]) -> None:
     code, output = run(*command, "--help")
     assert code == 0

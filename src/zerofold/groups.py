@@ -85,8 +85,12 @@ class _Maker:
 
 
 def make_control(mesh: DeviceMesh | None, *, overlap: bool) -> Comm:
-    """Made before anything is checked: through it one rank's error becomes everybody's."""
-    return Comm(_new_group(mesh, AXES, "gloo"), torch.device("cpu"), Traffic(), overlap=overlap, name="control")
+    """Made before anything is checked: through it one rank's error becomes everybody's.
+
+    In a fake world (torch's, for measuring one rank of many alone) nobody would answer it, so it is fake too.
+    """
+    backend = "fake" if dist.get_backend() == "fake" else "gloo"
+    return Comm(_new_group(mesh, AXES, backend), torch.device("cpu"), Traffic(), overlap=overlap, name="control")
 
 
 def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup]) -> None:
