@@ -18,10 +18,11 @@ from torch import Tensor
 
 from zerofold.optim.onepass import AdamSettings, AdamTensors
 
-# Elements per thread, measured: half of it loses to the cost of the calls, twice as much leaves the L2 cache. torch
-# splits each operation's elements evenly among its threads, so a thread meets its own part again. As a multiple of
-# every vector width it also leaves the bits of the whole tensor's update: only a tensor's end is not a whole vector.
-BLOCK = 2**16
+# Elements per thread. Below 2**16 the cost of the calls shows; from there to 2**19 the differences drown in the noise
+# of the machine this was measured on, and fewer blocks mean fewer meetings of the threads, slow where cores are busy.
+# torch splits each operation's elements evenly among its threads, so a thread meets its own part again. As a multiple
+# of every vector width it also leaves the bits of the whole tensor's update: only a tensor's end is no whole vector.
+BLOCK = 2**17
 VIEWS_AT_ONCE = 256  # blocks whose views are made in one call
 
 

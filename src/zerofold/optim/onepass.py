@@ -109,7 +109,7 @@ def adam(
 
 
 def _update_on(device: torch.device) -> Update:
-    """Imported when used: Triton takes a second to load, and may not be installed."""
+    """Imported when used: Triton is large, and may not be installed."""
     if device.type == "cpu":
         from zerofold.optim.adam_cpu import update as on_cpu
 
