@@ -352,6 +352,83 @@ def test_two_optimizers_share_a_model(ranks: Any, stage: int) -> None:
     assert min(ranks(2, two_optimizers, stage)) > 0
 
 
+def taking_turns(stage: int, turns: str) -> tuple[list[int], int, float]:
+    """Parameters fetched in each turn, the number that would be fetched once, and the difference from DDP.
+
+    Of a turn, 'a' and 'b' are the steps of two optimizers, each with some of every layer; 'r' reads all weights.
+    """
+
+    def train(sharded: bool) -> tuple[list[torch.Tensor], list[int]]:
+        torch.manual_seed(1)
+        model, run = Net(), None
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        optimizers = {"a": torch.optim.SGD(weights, lr=0.1), "b": torch.optim.Adam(biases, lr=1e-2, eps=1e-4)}
+        run = model if sharded else nn.parallel.DistributedDataParallel(model)
+        if sharded:
+            zf.attach(zf.shard(model, stage=stage), *optimizers.values())
+        fetched = []
+        for step, turn in enumerate(turns.split()):
+            before = zf.ledger(model).snapshot()["comm_bytes"].get("all_gather", 0) if sharded else 0
+            run(inputs(step)).pow(2).mean().backward()
+            for action in turn:
+                if action == "r":
+                    assert all(bool(p.isfinite().all()) for p in model.parameters())
+                else:
+                    optimizers[action].step()
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            if sharded:
+                # A step whose guess was wrong is fetched by the forward of the next turn, and counted there.
+                fetched.append(zf.ledger(model).snapshot()["comm_bytes"].get("all_gather", 0) - before)
+        if sharded:
+            zf.close(model)
+        return [p.detach() for p in model.parameters()], fetched
+
+    (expected, _), (found, fetched) = train(sharded=False), train(sharded=True)
+    return fetched, sum(p.nbytes for p in found) // 2, largest_difference(expected, found)
+
+
+@pytest.mark.parametrize("stage", [2])
+@pytest.mark.parametrize(
+    ("turns", "times"),
+    [
+        ("ab ab ab abr", [2, 1, 1, 1]),  # how many follow is known after the first
+        ("ba ba ba", [2, 1, 1]),
+        ("ar br ar br", [1, 1, 1, 1]),  # one in each turn, and read at once
+        ("ab a ab b b", [2, 0, 1 + 2, 1, 1]),  # the second turn waits for 'b' in vain, the third forward fetches
+    ],
+)
+def test_two_optimizers_fetch_parameters_once(ranks: Any, stage: int, turns: str, times: list[int]) -> None:
+    for fetched, once, difference in ranks(2, taking_turns, stage, turns):
+        assert difference <= 1e-6
+        assert fetched == pytest.approx([count * once for count in times], rel=0.1, abs=1)
+
+
+def read_between_two_steps() -> str:
+    torch.manual_seed(1)
+    model = Net()
+    first = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    second = torch.optim.SGD([*model.inlet.parameters(), *model.outlet.parameters()], lr=0.1)
+    zf.attach(zf.shard(model, stage=2), first, second)
+    for step in range(2):
+        model(inputs(step)).pow(2).mean().backward()
+        first.step()
+        if step == 1:
+            message = raised(next(model.layers.parameters()).sum)
+            with zf.full_params(model):
+                assert next(model.layers.parameters()).isfinite().all()
+        second.step()
+    zf.close(model)
+    return message
+
+
+def test_old_numbers_are_not_read_between_two_optimizers(ranks: Any) -> None:
+    for message in ranks(2, read_between_two_steps):
+        assert "'layers.0." in message
+        assert "after the step of the other" in message
+
+
 def gathered_after_a_step() -> tuple[int, int]:
     model = Net()
     model.requires_grad_(False)

@@ -159,6 +159,7 @@ class Hooks:
         if not self._is_outside():
             return False
         self._forget_broken_backward()
+        self.schedule.end_steps()
         self.reductions.watch_for_updates()
         self._before_anything()
         return True
@@ -251,6 +252,7 @@ class Hooks:
     def _enter_backward(self) -> None:
         if not self._callback_queued:
             self._callback_queued = True
+            self.schedule.end_steps()
             self.reductions.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._ends_backward)
 

@@ -44,6 +44,8 @@ class Schedule:
         self._kept: set[Unit] = set()  # until backward ends: autograd may come back to them unannounced
         self._lent: set[Unit] = set()  # among the kept: for a call of a module inside them
         self._live = 0
+        self._stepped: list[object] = []  # optimizers, since parameters or gradients were last used
+        self._followed: set[object] = set()  # optimizers that another one came after last time
         for unit in units:
             unit.fetch = partial(self.make_current, unit)
 
@@ -100,12 +102,32 @@ class Schedule:
 
     # gathering
 
-    def refresh(self) -> None:
+    def stepped(self, optimizer: object) -> None:
+        """Parameters are refreshed once for all optimizers that share the model.
+
+        So it is left to the last one, as far as the order of the step before tells; when that guess is wrong, the next
+        use fetches, and until then the parameters cannot be read.
+        """
+        self._stepped.append(optimizer)
+        self.refresh(is_last=optimizer not in self._followed or self.holders > 0)
+
+    def refresh(self, *, is_last: bool = True) -> None:
         """Starts fetching the ranges that other ranks have just updated; each unit's next use waits for its own."""
         self.wait_all()  # a unit this rank has not used since the last refresh is still on its way
         for unit in self.units:  # in an order that ranks share, whatever order each ran them in
-            if unit.is_stale and unit.state is not State.RELEASED:
+            if not unit.is_stale or unit.state is State.RELEASED:
+                continue
+            if is_last:
                 self._gather(unit)
+            else:
+                unit.refuse_stale()
+
+    def end_steps(self) -> None:
+        """A forward or a backward begins, so the optimizers are through with their steps."""
+        if self._stepped:
+            *before, last = self._stepped
+            self._followed = (self._followed | set(before)) - {last}
+            self._stepped = []
 
     def lend(self, unit: Unit) -> None:
         """Gathers a unit for a call of a module inside it, and keeps it until backward ends or it is taken back."""

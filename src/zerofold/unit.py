@@ -120,6 +120,13 @@ class Unit:
             slab.hide_masters()
         self.shows_masters = False
 
+    def refuse_stale(self) -> None:
+        """Whole parameters that other ranks have changed may not be read until they are gathered."""
+        for slab in self.slabs:
+            if slab.is_stale:
+                for entry in slab.entries:
+                    guard(entry.parameter, self._refusal(entry.name))
+
     def replace_slabs(self, old: list[Slab], new: list[Slab]) -> None:
         """Takes other slabs in, while the parameters are whole."""
         assert self._state is State.READY
@@ -165,6 +172,11 @@ class Unit:
 
     def _refusal(self, name: str) -> Callable[[], None]:
         def refuse() -> None:
+            if not self.is_cut:
+                raise RuntimeError(
+                    f"parameter '{name}' was changed by one optimizer, and is fetched from its owners after the step "
+                    "of the other: read it then, or inside `with zf.full_params(model)`"
+                )
             raise RuntimeError(
                 f"the data of parameter '{name}' is on other ranks outside the forward and backward of "
                 f"'{self.name or 'the model'}': read it with zf.full(p) or inside `with zf.full_params(model)`"

@@ -73,7 +73,7 @@ class Step:
         engine.end_step()
         if not self._was_applied:
             return
-        engine.schedule.refresh()
+        engine.schedule.stepped(self._optimizer)
         for follow in engine.after_step if self._optimizer is engine.optimizers[-1] else ():
             follow()
         if self._options.scheduler is not None:
