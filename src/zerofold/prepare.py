@@ -16,6 +16,7 @@ from zerofold.engine import Engine
 from zerofold.groups import Groups, destroy, make_control, ranks_along
 from zerofold.materialise import Init, Materialiser, on_meta
 from zerofold.optim.attach import attach_optimizer, check_optimizers
+from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
@@ -52,7 +53,7 @@ def prepare(
     """Shards `model` and re-bases `optimizer` on it, both in place; returns the same two objects.
 
     Arguments: see `attach` for clip, clip_value, scheduler and one_pass, `shard` for the others. An optimizer with a
-    method `update_cost(parameter)` gives the cost by which owners are balanced.
+    method `update_cost(parameter)` gives the cost by which owners are balanced; Muon's is known.
 
     >>> import torch, zerofold as zf
     >>> model = torch.nn.Linear(64, 64)
@@ -67,7 +68,7 @@ def prepare(
         cut=cut,
         precision=precision,
         mesh=mesh,
-        cost=cost or getattr(optimizer, "update_cost", None),
+        cost=cost or update_cost(optimizer),
         init=init,
         device=device,
         live_bytes=live_bytes,
