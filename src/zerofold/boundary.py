@@ -33,11 +33,18 @@ class Boundary:
         self.scales = precision.parameters is torch.float16
         self._handles: list[RemovableHandle] = []
         self._was_scaled = False  # a gradient came in through the boundary in this backward
-        for module in precision.kept_modules(model):
-            self._handles.append(module.register_forward_pre_hook(_kept_input, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(partial(_kept_output, self)))
-        if precision.buffers is not None:
-            _cast_buffers(model, precision.buffers)
+        self._kept: set[nn.Module] = set()
+        self.look(model)
+
+    def look(self, model: nn.Module) -> None:
+        """Finds modules that are there since the last look."""
+        for module in self.precision.kept_modules(model):
+            if module not in self._kept:
+                self._kept.add(module)
+                self._handles.append(module.register_forward_pre_hook(_kept_input, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(partial(_kept_output, self)))
+        if self.precision.buffers is not None:
+            _cast_buffers(model, self.precision.buffers)
 
     @property
     def compute(self) -> torch.dtype | None:
@@ -138,5 +145,5 @@ def _kept_output(boundary: Boundary, module: nn.Module, args: Any, output: Any) 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:
                 module._buffers[name] = buffer.to(dtype)

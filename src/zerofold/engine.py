@@ -92,6 +92,9 @@ class Engine:
         self.schedule = Schedule(self.units, self.reductions, live_bytes=bound, overlap=overlap)
         self.changes = Changes(model, home, self.schedule, self.reductions)
         self.hooks = Hooks(self.schedule, self.reductions, self.boundary, self.take_in_changes, self.changes.check)
+        self._matmul_before = torch.get_float32_matmul_precision() if precision.tf32 else None
+        if precision.tf32:
+            torch.set_float32_matmul_precision("high")
         self.optimizers: list[torch.optim.Optimizer] = []
         self._changing: list[Slab] = []  # in the step under way
         self.last_step: StepInfo | None = None
@@ -128,7 +131,10 @@ class Engine:
 
     def take_in_changes(self) -> None:
         self.end_step()
+        before = self.changes.count
         self.changes.take_in(self.hooks)
+        if self.changes.count != before:
+            self.boundary.look(self.model)
 
     @property
     def psi(self) -> int:
@@ -183,8 +189,11 @@ class Engine:
         for slab in self.slabs():
             for parameter in slab.parameters:
                 parameter.grad = None
+                vars(parameter).pop("_master", None)
                 if not slab.dtypes.is_plain:
                     parameter.grad_dtype = parameter.dtype
+        if self._matmul_before is not None:
+            torch.set_float32_matmul_precision(self._matmul_before)
         delattr(self.model, _ATTRIBUTE)
         self.cache.clear()
         self.pool.clear()

@@ -57,7 +57,8 @@ class Precision:
     buffers       dtype of floating-point buffers; None leaves them as they are
     outputs       dtype of the model's floating-point outputs; None leaves them, except that fp16 gives fp32
     keep          modules or parameters that stay in fp32: classes, names (with * and ?), predicates (name, it). A
-                  module kept so gets fp32 inputs, and what comes out goes on in the compute dtype
+                  module kept so gets fp32 inputs, and what comes out goes on in the compute dtype. By default batch
+                  norms, whose running statistics are fp32 buffers
     master        fp32; or bf16, written with stochastic rounding: 4 bytes a parameter less, or 2 at stage 3
     moments       fp32; or bf16, written with stochastic rounding: 4 bytes a parameter less
     loss_scale    for fp16; by default dynamic
@@ -77,7 +78,7 @@ class Precision:
     accumulation: torch.dtype | None = None
     buffers: torch.dtype | None = None
     outputs: torch.dtype | None = None
-    keep: Sequence[Keep] = ()
+    keep: Sequence[Keep] | None = None
     master: torch.dtype = torch.float32
     moments: torch.dtype = torch.float32
     loss_scale: LossScale | None = field(default=None)
@@ -98,7 +99,7 @@ class Precision:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"Precision: {name}={dtype!r} must be a floating-point dtype, or None")
-        if isinstance(self.keep, str) or not isinstance(self.keep, Sequence):
+        if self.keep is not None and (isinstance(self.keep, str) or not isinstance(self.keep, Sequence)):
             raise ValueError(f"Precision: keep={self.keep!r} must be a list of classes, names or predicates")
         if self.keep and self.parameters in (None, torch.float32):
             raise ValueError("Precision: keep= names what stays in fp32, so parameters= must be a 16-bit dtype")
@@ -133,7 +134,13 @@ class Precision:
         return f"precision={dtypes}, master={self.master}, moments={self.moments}, {self.loss_scale}, tf32={self.tf32}"
 
     def keeps(self, name: str, it: nn.Module | nn.Parameter) -> bool:
-        return any(_matches(rule, name, it) for rule in self.keep)
+        return any(_matches(rule, name, it) for rule in self._rules)
+
+    @property
+    def _rules(self) -> Sequence[Keep]:
+        if self.parameters in (None, torch.float32):
+            return ()
+        return (nn.modules.batchnorm._BatchNorm,) if self.keep is None else self.keep
 
     def dtypes(self, parameter: Tensor, *, is_kept: bool) -> Dtypes:
         """For one parameter as it stands now."""
@@ -159,7 +166,7 @@ class Precision:
             for child_name, child in module.named_children():
                 look(f"{name}.{child_name}" if name else child_name, child)
 
-        if self.keep:
+        if self._rules:
             look("", model)
         return found
 

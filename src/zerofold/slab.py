@@ -252,6 +252,8 @@ class Slab:
             entry.face = face
         else:  # cut anew: the optimizer may hold the face already
             torch.utils.swap_tensors(entry.face, face)
+        if self.dtypes.has_master:
+            entry.parameter._master = entry.face  # type: ignore[attr-defined]  # for zf.full
         return entry.face
 
     def _gradients(self) -> Gradients:

@@ -35,7 +35,7 @@ class Unit:
         self.name, self.module, self.slabs, self.index = name, module, slabs, index
         self.is_cut = row.parameters.is_cut
         self.fetch: Callable[[], None] = self.wait  # called when released parameters that nobody cut are touched
-        self.full_nbytes = self._full_nbytes()
+        self._look_at_slabs()
         self._refusals: dict[str, Callable[[], None]] = {}
         self._state = State.READY
         self.shows_masters = False  # in place of what forward computes with
@@ -52,18 +52,12 @@ class Unit:
             raise AssertionError(f"unit '{self.name}' cannot go from {self._state.value} to {state.value}")
         self._state = state
 
-    @property
-    def has_masters(self) -> bool:
-        return any(slab.dtypes.has_master for slab in self.slabs)
-
-    @property
-    def releases(self) -> bool:
-        """Its parameters go after use. Alone, a rank can make them anew from its masters, so they need not stay."""
-        return self.is_cut or any(slab.dtypes.has_master and slab.comm.size == 1 for slab in self.slabs)
-
-    def _full_nbytes(self) -> int:
-        """What gathering it takes; nothing where the shard is all there is and stays in the storage."""
-        return sum(slab.storage.full_nbytes for slab in self.slabs if slab.has_own_shard) if self.releases else 0
+    def _look_at_slabs(self) -> None:
+        self.has_masters = any(slab.dtypes.has_master for slab in self.slabs)
+        # Whether its parameters go after use. Alone, a rank can make them anew from its masters: they need not stay.
+        self.releases = self.is_cut or any(slab.dtypes.has_master and slab.comm.size == 1 for slab in self.slabs)
+        released = [slab for slab in self.slabs if slab.has_own_shard] if self.releases else []
+        self.full_nbytes = sum(slab.storage.full_nbytes for slab in released)  # what gathering it takes
 
     @property
     def trainable_slabs(self) -> list[Slab]:
@@ -131,7 +125,7 @@ class Unit:
         """Takes other slabs in, while the parameters are whole."""
         assert self._state is State.READY
         self.slabs = [slab for slab in self.slabs if slab not in old] + new
-        self.full_nbytes = self._full_nbytes()
+        self._look_at_slabs()
 
     def check_in_place(self) -> None:
         """In a module about to run, every parameter must be the one that was sharded, in its storage."""
@@ -141,7 +135,8 @@ class Unit:
                     raise RuntimeError(
                         f"parameter '{entry.name}' was moved, cast or given other data (.to, .half, .cuda, p.data = …) "
                         "after the model was sharded, so the ranks no longer share it: do so before zerofold sees the "
-                        "model, or after zf.close(model)"
+                        "model, or after zf.close(model). If the model's own forward casts it, as routers do, keep it "
+                        "in that dtype: zf.Precision(..., keep=[name])"
                     )
                 # A functional call that began while the unit was released has put back what it found then.
                 _put(entry, entry.parameter, instead_of=face)
