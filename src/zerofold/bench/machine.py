@@ -13,6 +13,8 @@ import torch
 
 from zerofold.bench.fleet import Setting
 
+STAGES = (0, 1, 2, 3)
+
 
 def select_engines(names: str, known: Iterable[str], *, always: str) -> list[str]:
     """The engines asked for, in the table's order, with the one among them that every ratio needs."""
@@ -22,6 +24,17 @@ def select_engines(names: str, known: Iterable[str], *, always: str) -> list[str
         if name not in known:
             raise ValueError(f"there is no engine {name!r}; the engines are {', '.join(known)}")
     return [name for name in known if name in wanted or name == always]
+
+
+def parse_stages(text: str) -> list[int]:
+    """ "2,3" as numbers."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in map(str, STAGES):
+            raise ValueError(f"there is no stage {name!r}; choose from {', '.join(map(str, STAGES))}")
+    if not names:
+        raise ValueError("--stages names no stage")
+    return [int(name) for name in names]
 
 
 def choose_device(name: str) -> str:

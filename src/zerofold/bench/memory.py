@@ -30,11 +30,10 @@ from torch import nn
 
 import zerofold
 from zerofold.bench.gpt import GPT, Block, GPTSize, RandomTokens
-from zerofold.bench.machine import check_folder_of, choose_device, describe_software
+from zerofold.bench.machine import check_folder_of, choose_device, describe_software, parse_stages
 from zerofold.engine import Engine
 from zerofold.launch import RankFailed, run_ranks
 
-STAGES = (0, 1, 2, 3)
 BYTES_PER_PARAMETER = (12, 2, 2)
 """Optimizer, gradients, parameters: stage k cuts the first k of them."""
 TOLERANCE = 0.03
@@ -126,8 +125,11 @@ def hold(task: MemoryTask) -> Held:
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
         backward()
+        make_finite(optimizer)
         optimizer.step()
         optimizer.zero_grad()
+    if not optimizer.state:
+        raise RuntimeError("the steps made no optimizer states, so there is nothing to measure")
     step_peak = torch.cuda.max_memory_allocated() if on_cuda else None
     backward()
     ledger = library.ledger(model)
@@ -141,6 +143,14 @@ def hold(task: MemoryTask) -> Held:
         step_peak=step_peak,
         build_peak=build_peak,
     )
+
+
+def make_finite(optimizer: torch.optim.Optimizer) -> None:
+    """What a fake group leaves in a gradient may be anything, and a step with a NaN would be skipped."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                getattr(parameter.grad, "local", parameter.grad).zero_()
 
 
 def release_temporaries(model: nn.Module, device: torch.device) -> None:
@@ -189,10 +199,10 @@ def _gb(count: float) -> float:
 
 
 def print_table(console: Console, results: Sequence[StageMemory], title: str) -> None:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("\nstage")
     names = next((list(result.state_gb) for result in results if result.state_gb), [])
-    for heading in ("formula\nGB", "resident\nGB", "\nover", "step peak\nGB", *(f"\n{name}" for name in names)):
+    for heading in ("formula\nGB", "resident\nGB", "\nover", "step\npeak", *(f"of it\n{name}" for name in names)):
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         states = [] if result.state_gb is None else [_digits(count) for count in result.state_gb.values()]
@@ -213,16 +223,6 @@ def print_table(console: Console, results: Sequence[StageMemory], title: str) ->
 
 def _digits(count: float | None) -> str:
     return "" if count is None else f"{count:.2f}" if count >= 1 else f"{count:.5f}"
-
-
-def _parse_stages(text: str) -> list[int]:
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    for name in names:
-        if name not in map(str, STAGES):
-            raise ValueError(f"there is no stage {name!r}; choose from {', '.join(map(str, STAGES))}")
-    if not names:
-        raise ValueError("--stages names no stage")
-    return [int(name) for name in names]
 
 
 def bench_memory_command(
@@ -252,7 +252,7 @@ def bench_memory_command(
       zerofold bench memory --stages 2,3 --world 8 --d 2048 --layers 24 --heads 16
     """
     try:
-        chosen = _parse_stages(stages)
+        chosen = parse_stages(stages)
         device = choose_device(device)
         default = SIZES[device]
         size = GPTSize(
