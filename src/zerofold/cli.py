@@ -28,6 +28,7 @@ def build_app() -> typer.Typer:
     """All commands. Built when called, so that rank processes, which import this file, do not load them."""
     from zerofold.bench.memory import bench_memory_command
     from zerofold.bench.mixed import bench_mixed_command
+    from zerofold.bench.precision import bench_precision_command
     from zerofold.bench.step import bench_step_command
     from zerofold.bench.update import bench_update_command
     from zerofold.verify import verify_command
@@ -48,6 +49,7 @@ def build_app() -> typer.Typer:
     bench_app.command("update")(bench_update_command)
     bench_app.command("mixed")(bench_mixed_command)
     bench_app.command("memory")(bench_memory_command)
+    bench_app.command("precision")(bench_precision_command)
     app.add_typer(bench_app, name="bench")
     return app
 
