@@ -28,7 +28,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-import zerofold
+import zerofold as zf
 from zerofold.bench.gpt import GPT, Block, GPTSize, RandomTokens
 from zerofold.bench.machine import check_folder_of, choose_device, describe_software, parse_stages
 from zerofold.engine import Engine
@@ -101,17 +101,17 @@ def hold(task: MemoryTask) -> Held:
     dist.init_process_group("fake", rank=0, world_size=task.world, store=FakeStore())
     torch.set_num_threads(1)  # the tensors of a small model are not worth a second one
     torch.manual_seed(0)
-    library: Any = zerofold
+
     bf16 = torch.bfloat16
     # On the meta device, so that zerofold fills and cuts one unit after another: whole, in fp32, beside its own
     # states, the model would not fit.
     with torch.device("meta"):
         model = GPT(task.size, checkpointing=True).to(bf16)
-    model, optimizer = library.prepare(
+    model, optimizer = zf.prepare(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-4, fused=task.fused),
         stage=task.stage,
-        precision=library.Precision(parameters=bf16, reduction=bf16, accumulation=bf16),
+        precision=zf.Precision(parameters=bf16, reduction=bf16, accumulation=bf16),
         units=Block,
         device=device,
     )
@@ -132,7 +132,7 @@ def hold(task: MemoryTask) -> Held:
         raise RuntimeError("the steps made no optimizer states, so there is nothing to measure")
     step_peak = torch.cuda.max_memory_allocated() if on_cuda else None
     backward()
-    ledger = library.ledger(model)
+    ledger = zf.ledger(model)
     released = ledger.snapshot()["temporary_bytes"]
     release_temporaries(model, device)
     state_bytes = ledger.snapshot()["state_bytes"]

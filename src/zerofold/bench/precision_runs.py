@@ -19,7 +19,7 @@ import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 
-import zerofold
+import zerofold as zf
 from zerofold.launch import Ranks, init_ranks
 from zerofold.train.data import ByteText, library_source
 from zerofold.train.gpt import GPT, Block, GPTConfig
@@ -27,9 +27,6 @@ from zerofold.train.loop import LONGEST_WARMUP, VALIDATION_SEQUENCES, cosine
 
 CLIP = 1.0
 AVERAGED_STEPS = 20  # the last ones: the loss of a single batch is noise
-
-# Typed loosely: the public face as a user's script sees it.
-library: Any = zerofold
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Case:
         """What `precision=` gets."""
         if not self.fields:
             return self.precision
-        return library.Precision(**{name: getattr(torch, dtype) for name, dtype in self.fields.items()})
+        return zf.Precision(**{name: getattr(torch, dtype) for name, dtype in self.fields.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +102,10 @@ def train_case(case: Case, task: PrecisionTask, text: ByteText, ranks: Ranks) ->
     model: nn.Module = GPT(task.gpt).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr, betas=(0.9, 0.95), weight_decay=0.1)
     is_ddp = case.stage is None
-    if is_ddp:
+    if case.stage is None:
         model = nn.parallel.DistributedDataParallel(model)
     else:
-        library.prepare(model, optimizer, stage=case.stage, precision=case.policy(), units=Block, clip=CLIP)
+        zf.prepare(model, optimizer, stage=case.stage, precision=case.policy(), units=Block, clip=CLIP)
     warmup = max(1, min(LONGEST_WARMUP, task.steps // 10))
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warmup) * cosine(step / task.steps)
@@ -134,12 +131,12 @@ def train_case(case: Case, task: PrecisionTask, text: ByteText, ranks: Ranks) ->
     outcome = Outcome(
         loss=mean_over_ranks(torch.stack(losses[-AVERAGED_STEPS:]).mean()),
         validation_loss=mean_over_ranks(_validate(model, text, ranks)),
-        digest=_digest(model, gather=nullcontext if is_ddp else lambda: library.full_params(model)),
+        digest=_digest(model, gather=nullcontext if is_ddp else lambda: zf.full_params(model)),
         skipped=None if is_ddp else _skipped(model),
         seconds=time.monotonic() - start,
     )
     if not is_ddp:
-        library.close(model)
+        zf.close(model)
     return outcome
 
 
@@ -164,7 +161,7 @@ def _digest(model: nn.Module, *, gather: Callable[[], Any]) -> str:
 
 
 def _skipped(model: nn.Module) -> int | None:
-    last = getattr(library, "last_step", lambda _: None)(model)
+    last = zf.last_step(model)
     return None if last is None else last.skipped_total
 
 
