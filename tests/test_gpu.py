@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.models import batches, largest_difference, make_model
+from tests.test_precision import rows_against_by_hand
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -98,3 +99,58 @@ def from_meta_to_the_gpu() -> tuple[str, bool]:
 @needs_gpu
 def test_a_model_on_the_meta_device_goes_to_the_gpu(ranks: Any) -> None:
     assert ranks(2, from_meta_to_the_gpu) == [("cuda", True)] * 2
+
+
+@needs_gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_bf16_on_masters_equals_by_hand_on_a_gpu(ranks: Any, world: int) -> None:
+    """AdamW through the Triton kernel, against torch's fused one."""
+    for found in ranks(world, rows_against_by_hand, "cuda", (0, 1, 2, 3, (2, "whole"), (3, "whole"))):
+        assert all(difference <= 1e-6 for difference in found.values()), found
+
+
+def steps_on_a_gpu(precision: str, stage: int, compiled: bool) -> tuple[float, float, float, int]:
+    """First and last loss, the largest gap between kept 16-bit parameters and their masters, skipped steps."""
+    torch.compiler.reset()
+    model = make_model(key_bias=False).cuda()
+    if compiled:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    keep = [torch.nn.LayerNorm] if precision != "tf32" else None
+    policies = {
+        "bf16": zf.Precision(parameters=torch.bfloat16, keep=keep),
+        "fp16": zf.Precision(parameters=torch.float16, keep=keep),
+        "bf16 states": zf.Precision(parameters=torch.bfloat16, moments=torch.bfloat16, master=torch.bfloat16),
+    }
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    policy = policies.get(precision, precision)
+    model, optimizer = zf.prepare(model, optimizer, stage=stage, precision=policy, clip=1.0)
+    average = zf.EMA(model, decay=0.9)
+    (batch,) = batches(1)
+    losses = []
+    for _ in range(20):
+        loss = model(*(t.cuda() for t in batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with average.swapped():
+        model(*(t.cuda() for t in batch))
+    with zf.full_params(model, masters=False):
+        copies = [p.detach().float().clone() for p in model.parameters()]
+    info = zf.last_step(model)
+    assert info is not None
+    zf.close(model)
+    gap = largest_difference(copies, [p.detach().to(torch.float32) for p in model.parameters()])
+    return losses[0], losses[-1], gap, info.skipped_total
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16", "bf16 states"])
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 2), (2, 3)])
+def test_precisions_train_on_a_gpu(ranks: Any, world: int, stage: int, precision: str, compiled: bool) -> None:
+    for first, last, gap, skipped in ranks(world, steps_on_a_gpu, precision, stage, compiled):
+        assert last < first - 0.5
+        assert gap < 0.01  # rounding of weights below 4, and no more
+        assert skipped <= (4 if precision == "fp16" else 0)

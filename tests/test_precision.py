@@ -34,12 +34,18 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True)
 
 
-def by_hand(make: Any, dtype: torch.dtype, *, micro_batches: int = 1, clip: float | None = None) -> list[Tensor]:
+def data(count: int, device: str) -> list[tuple[Tensor, ...]]:
+    return [tuple(tensor.to(device) for tensor in batch) for batch in batches(count)]
+
+
+def by_hand(
+    make: Any, dtype: torch.dtype, *, micro_batches: int = 1, clip: float | None = None, device: str = "cpu"
+) -> list[Tensor]:
     """Masters and a 16-bit copy for compute; gradients added up and averaged over ranks in fp32."""
-    masters = [p.detach().clone() for p in make_model().parameters()]
-    model, optimizer = make_model().to(dtype), make(masters)
+    masters = [p.detach().clone() for p in make_model().to(device).parameters()]
+    model, optimizer = make_model().to(device, dtype), make(masters)
     copies = list(model.parameters())
-    for number, batch in enumerate(batches(STEPS * micro_batches)):
+    for number, batch in enumerate(data(STEPS * micro_batches, device)):
         with torch.no_grad():
             for copy, master in zip(copies, masters, strict=True):
                 copy.copy_(master)
@@ -61,11 +67,18 @@ def by_hand(make: Any, dtype: torch.dtype, *, micro_batches: int = 1, clip: floa
 
 
 def by_zerofold(
-    make: Any, row: Any, precision: Any, *, micro_batches: int = 1, no_sync: bool = False, **settings: Any
+    make: Any,
+    row: Any,
+    precision: Any,
+    *,
+    micro_batches: int = 1,
+    no_sync: bool = False,
+    device: str = "cpu",
+    **settings: Any,
 ) -> list[Tensor]:
-    model = make_model()
+    model = make_model().to(device)
     model, optimizer = zf.prepare(model, make(model.parameters()), precision=precision, **settings_of(row), **settings)
-    for number, batch in enumerate(batches(STEPS * micro_batches)):
+    for number, batch in enumerate(data(STEPS * micro_batches, device)):
         is_last = (number + 1) % micro_batches == 0
         if no_sync and not is_last:
             with zf.no_sync(model):
@@ -79,12 +92,15 @@ def by_zerofold(
     return [p.detach() for p in model.parameters()]
 
 
-def rows_against_by_hand() -> dict[str, float]:
+def rows_against_by_hand(device: str = "cpu", rows: Any = tuple(ROWS)) -> dict[str, float]:
     found = {}
-    expected_sgd, expected_adamw = by_hand(sgd, BF16), by_hand(adamw, BF16, clip=0.5)
-    for row in ROWS:
-        found[f"sgd {row}"] = largest_difference(expected_sgd, by_zerofold(sgd, row, "bf16"))
-        found[f"adamw {row}"] = largest_difference(expected_adamw, by_zerofold(adamw, row, "bf16", clip=0.5))
+    expected_sgd = by_hand(sgd, BF16, device=device)
+    expected_adamw = by_hand(adamw, BF16, clip=0.5, device=device)
+    for row in rows:
+        weights = by_zerofold(sgd, row, "bf16", device=device)
+        found[f"sgd {row}"] = largest_difference(expected_sgd, weights)
+        weights = by_zerofold(adamw, row, "bf16", clip=0.5, device=device)
+        found[f"adamw {row}"] = largest_difference(expected_adamw, weights)
     return found
 
 
