@@ -104,9 +104,10 @@ def test_a_model_on_the_meta_device_goes_to_the_gpu(ranks: Any) -> None:
 @needs_gpu
 @pytest.mark.parametrize("world", [1, 2])
 def test_bf16_on_masters_equals_by_hand_on_a_gpu(ranks: Any, world: int) -> None:
-    """AdamW through the Triton kernel, against torch's fused one."""
+    """AdamW through the Triton kernel, against torch's fused one: a last bit may round a bf16 weight the other way,
+    and then a gradient moves by a 256th. The updates are of 4e-3."""
     for found in ranks(world, rows_against_by_hand, "cuda", (0, 1, 2, 3, (2, "whole"), (3, "whole"))):
-        assert all(difference <= 1e-6 for difference in found.values()), found
+        assert all(found[name] <= (1e-6 if name.startswith("sgd") else 1e-4) for name in found), found
 
 
 def steps_on_a_gpu(precision: str, stage: int, compiled: bool) -> tuple[float, float, float, int]:

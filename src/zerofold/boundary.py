@@ -27,17 +27,20 @@ from zerofold.sharded import ShardedTensor
 class Boundary:
     """The casts and scales of one model."""
 
-    def __init__(self, model: nn.Module, precision: Precision, scaler: LossScaler) -> None:
+    def __init__(self, precision: Precision, scaler: LossScaler) -> None:
         self.precision, self.scaler = precision, scaler
         self.shows_masters = False  # whole masters are in the modules: everything computes in their dtype
         self.scales = precision.parameters is torch.float16
         self._handles: list[RemovableHandle] = []
         self._was_scaled = False  # a gradient came in through the boundary in this backward
         self._kept: set[nn.Module] = set()
-        self.look(model)
 
     def look(self, model: nn.Module) -> None:
-        """Finds modules that are there since the last look."""
+        """Finds modules that are there since the last look.
+
+        After the hooks that gather have been installed: torch.compile loses its way among hooks of which a later one
+        was put in front.
+        """
         for module in self.precision.kept_modules(model):
             if module not in self._kept:
                 self._kept.add(module)

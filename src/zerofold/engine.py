@@ -84,7 +84,7 @@ class Engine:
                 slab.share()
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
         self.scaler = LossScaler(precision.scaling)
-        self.boundary = Boundary(model, precision, self.scaler)
+        self.boundary = Boundary(precision, self.scaler)
         self.reducer = Reducer(groups.reduce, groups.across, self.pool)
         self.reducer.loss_scale = self.scaler.value
         buffers = Buffers(model, groups.everyone)
@@ -92,6 +92,7 @@ class Engine:
         self.schedule = Schedule(self.units, self.reductions, live_bytes=bound, overlap=overlap)
         self.changes = Changes(model, home, self.schedule, self.reductions)
         self.hooks = Hooks(self.schedule, self.reductions, self.boundary, self.take_in_changes, self.changes.check)
+        self.boundary.look(model)
         self._matmul_before = torch.get_float32_matmul_precision() if precision.tf32 else None
         if precision.tf32:
             torch.set_float32_matmul_precision("high")
@@ -99,6 +100,7 @@ class Engine:
         self._changing: list[Slab] = []  # in the step under way
         self.last_step: StepInfo | None = None
         self.judged = 0  # the gradients for which that verdict was taken, by the number of their reduction
+        self.is_clipped = False  # those gradients, in place, by the step of one of several optimizers
         self.after_step: list[Callable[[], None]] = []  # steps that were applied
         self.averages: list[object] = []  # of the weights
         self.is_swapped = False  # one of them is in the model for a while

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -16,13 +17,24 @@ class Gradients:
     """The gradients of one model as they are now: whole on every rank, or this rank's pieces."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
         faces = engine.faces()
         shown = [faces[id(p)] for p in engine.model.parameters() if id(p) in faces]  # in torch's order
-        named = [(name, face.grad) for name, face in shown if face.grad is not None]
-        self._are_plain = not any(isinstance(gradient, ShardedTensor) for _, gradient in named)
+        self._engine = engine
+        self._fill([(name, face) for name, face in shown if face.grad is not None])
+
+    def _fill(self, named: list[tuple[str, Tensor]]) -> None:
+        self._named = named
         self.names = [name for name, _ in named]
-        self.local = [grad.local if isinstance(grad, ShardedTensor) else grad for _, grad in named]
+        gradients = [face.grad for _, face in named if face.grad is not None]
+        self._are_plain = not any(isinstance(gradient, ShardedTensor) for gradient in gradients)
+        self.local = [grad.local if isinstance(grad, ShardedTensor) else grad for grad in gradients]
+
+    def of(self, parameters: list[Tensor]) -> Gradients:
+        """Those of some of the parameters, as an optimizer holds them."""
+        wanted = {id(parameter) for parameter in parameters}
+        some = copy.copy(self)
+        some._fill([(name, face) for name, face in self._named if id(face) in wanted])
+        return some
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The same number on every rank."""

@@ -42,23 +42,20 @@ class Step:
         engine.changes.check()
         engine.reductions.flush()
         gradients = Gradients(engine)
-        overflow = self._take_over_grad_scaler(gradients)
-        norm = gradients.norm()
-        info = self._judge(gradients, norm.item(), overflow)
+        info = self._judge(gradients)
         self._was_applied = not info.skipped
         if info.skipped:
             engine.reductions.expect_no_update()
             self._hide()
             return
-        scale = None
-        if options.clip is not None and not info.norm <= options.clip - 1e-6:
-            scale = gradients.coefficient(options.clip, norm)
+        scale = self._clip_scale(gradients, info.norm)
         if self._uses_one_pass():
             update(engine, self._optimizer, scale, options.clip_value)
             self._hide()
             return
         if scale is not None:
             gradients.multiply(scale)
+            engine.is_clipped = True
         if options.clip_value is not None:
             gradients.clamp(options.clip_value)
         engine.begin_step(self._optimizer)
@@ -105,21 +102,29 @@ class Step:
         """torch.amp.GradScaler hands scale and verdict of a step to optimizers that are fused; else it acts itself."""
         found_inf, scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if scale is not None:
-            gradients.multiply(scale.reciprocal())
+            gradients.of(self._parameters()).multiply(scale.reciprocal())
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         return found_inf is not None and bool(found_inf.item())
 
-    def _judge(self, gradients: Gradients, norm: float, overflow: bool) -> StepInfo:
+    def _clip_scale(self, gradients: Gradients, norm: float) -> Tensor | None:
+        """What the gradients are to be multiplied by; None for nothing, or when an optimizer before has done it."""
+        clip = self._options.clip
+        if clip is None or norm + 1e-6 <= clip or self._engine.is_clipped:
+            return None
+        return gradients.coefficient(clip, torch.tensor(norm, device=self._engine.groups.gather.device))
+
+    def _judge(self, gradients: Gradients) -> StepInfo:
         """One verdict for all ranks, from a number that all of them have. Taken once for one set of gradients."""
         engine = self._engine
+        overflow = self._take_over_grad_scaler(gradients)
+        if engine.last_step is not None and engine.judged == engine.reductions.count and not overflow:
+            return engine.last_step
+        engine.judged, engine.is_clipped = engine.reductions.count, False
+        norm = gradients.norm().item()
         skipped = overflow or not math.isfinite(norm)
         name = gradients.first_non_finite() if skipped else None
-        scale, is_new = engine.scaler.value, engine.judged != engine.reductions.count
-        engine.judged = engine.reductions.count
-        info = StepInfo(norm, skipped, name, scale, engine.scaler.skipped + (skipped and is_new))
+        info = StepInfo(norm, skipped, name, engine.scaler.value, engine.scaler.skipped + skipped)
         engine.last_step = info
-        if not is_new:
-            return info
         if skipped and engine.groups.control.rank == 0 and engine.scaler.is_at_minimum:
             warnings.warn(f"step skipped: {_what(name)}; {info.skipped_total} skipped so far", stacklevel=5)
         engine.scaler.update(skipped, parameter=name)
