@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerofold as zf
 from zerofold.bench.gpt import GPT, Block, GPTSize, RandomTokens
+from zerofold.bench.memory import make_finite
 
 WORLD = 64
 SIZE = GPTSize(vocab=256, width=256, layers=2, heads=4, seq=16)
@@ -28,6 +29,7 @@ def states_in_a_fake_world(stages: list[int]) -> dict[int, dict[str, float]]:
         zf.prepare(model, optimizer, stage=stage, units=Block, clip=1.0, device="cpu")
         data = RandomTokens(SIZE, batch=1, rank=0)
         model(*data.at(0)).backward()
+        make_finite(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         model(*data.at(1)).backward()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerofold.engine import Engine
-from zerofold.optim.onepass import AdamSettings, AdamTensors, adam
+from zerofold.optim.onepass import STATE_DTYPES, AdamSettings, AdamTensors, adam
 from zerofold.sharded import ShardedParameter, ShardedTensor
 from zerofold.slab import Slab
 
@@ -23,6 +23,9 @@ def why_not_one_pass(optimizer: torch.optim.Optimizer) -> str | None:
         for option in ("amsgrad", "capturable", "differentiable"):
             if group.get(option):
                 return f"it has no {option}=True"
+        for parameter in group["params"]:
+            if parameter.dtype not in STATE_DTYPES:
+                return f"it has no {parameter.dtype}"
     return None
 
 
