@@ -249,8 +249,8 @@ def _answer(call: bytes) -> bytes:
         del value
     except Exception as error:
         packed = pickle.dumps(Answer(error=_describe(error), details=traceback.format_exc()))
-    # Models hold cycles with their hooks, and hooks hold groups and buffers: free them before the next test. What is left
-    # are modules, and looking through all of transformers after every test would take longer than most tests.
+    # Models hold cycles with their hooks, and hooks hold groups and buffers: free them before the next test. What is
+    # left are modules, and looking through all of transformers after every test would take longer than most tests.
     gc.collect()
     gc.freeze()
     return packed

@@ -19,9 +19,9 @@ from torch import Tensor
 from zerofold.optim.onepass import AdamSettings, AdamTensors
 
 # Elements per thread: as many as fit the shared cache, because every block costs about 20 µs of calls. Measured: blocks
-# of 2**14 lose to separate passes, 2**17 and 2**18 win 1.1 to 1.2 times, 2**19 1.25 to 1.3. torch splits each operation's
-# elements evenly among its threads, so a thread meets its own part again. As a multiple of every vector width it also
-# leaves the bits of the whole tensor's update: only a tensor's end is not a whole vector.
+# of 2**14 lose to separate passes, of 2**17 and 2**18 win 1.1 to 1.2 times, of 2**19 1.25 to 1.3. torch splits the
+# elements of an operation evenly among its threads, so a thread meets its own part again. As a multiple of every vector
+# width it also leaves the bits of the whole tensor's update: only a tensor's end is not a whole vector.
 BLOCK = 2**19
 VIEWS_AT_ONCE = 256  # blocks whose views are made in one call
 
