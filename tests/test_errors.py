@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from typing import Any
 
@@ -100,10 +101,23 @@ def prepare_badly(case: str) -> None:
         model.positions.extra = nn.Parameter(torch.empty(3, device="meta"))
         optimizer = torch.optim.AdamW(model.parameters())
         settings["init"] = fails_on_rank_1
+    elif case == "moments of amsgrad":
+        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     elif case == "lbfgs by owner":
         optimizer = torch.optim.LBFGS(model.parameters())
         settings["cut"] = "whole"
+    settings |= PRECISION_CASES.get(case, {})
     zf.prepare(model, optimizer, **settings)
+
+
+PRECISION_CASES: dict[str, dict[str, Any]] = {
+    "precision": {"precision": "bf17"},
+    "dtype": {"precision": torch.bfloat16},
+    "kept nothing": {"precision": zf.Precision(parameters=torch.bfloat16, keep=["nrom*"])},
+    "moments of amsgrad": {"precision": zf.Precision(parameters=torch.bfloat16, moments=torch.bfloat16)},
+    "two clips": {"clip": 1.0, "clip_value": 1.0},
+    "scheduler": {"scheduler": "cosine"},
+}
 
 
 def fails_on_rank_1(module: nn.Module) -> None:
@@ -149,6 +163,12 @@ CASES = {
     "twisted mesh": ("ranks must ascend along both dimensions", "not [[1], [0]]"),
     "failed before": ("an earlier attempt to shard this model failed half way", "build it again"),
     "init fails on rank 1": ("FileNotFoundError: no weights here", ""),
+    "precision": ("precision='bf17' does not exist", "choose one of fp32, tf32, bf16, fp16"),
+    "dtype": ("precision=torch.bfloat16 does not exist", "zf.Precision"),
+    "kept nothing": ("keep='nrom*' matches no module and no parameter", ""),
+    "moments of amsgrad": ("bf16 moments or masters", "it has no amsgrad=True"),
+    "two clips": ("clip= and clip_value= are two ways to clip", "give one of them"),
+    "scheduler": ("scheduler must be a learning-rate scheduler, not str", ""),
     "lbfgs by owner": ("LBFGS does not work parameter by parameter", "use stage 0"),
 }
 
@@ -253,3 +273,21 @@ def test_ranks_on_different_units_are_noticed(ranks: Any) -> None:
     for error in ranks(2, gathers_that_differ, expect_error=True):
         assert "gathered different units" in error
         assert "all_gather" in error
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"parameters": "bf16"}, "parameters='bf16' is not possible; choose one of"),
+        ({"parameters": torch.bfloat16, "accumulation": torch.float16}, "accumulation=torch.float16 is not possible"),
+        ({"parameters": torch.bfloat16, "keep": "norm"}, "must be a list"),
+        ({"keep": [nn.LayerNorm]}, "parameters= must be a 16-bit dtype"),
+        ({"parameters": torch.bfloat16, "loss_scale": zf.LossScale()}, "loss_scale is for parameters=torch.float16"),
+        ({"parameters": torch.float16, "master": torch.bfloat16}, "needs parameters=torch.bfloat16"),
+        ({"parameters": torch.bfloat16, "reduction": torch.float16}, "needs parameters=torch.float16"),
+        ({"outputs": torch.int64}, "must be a floating-point dtype"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        zf.Precision(**fields)

@@ -150,10 +150,18 @@ class Precision:
         compute = torch.float32 if is_kept else self.parameters
         if not parameter.requires_grad:  # nothing will be added to it, so nothing would get lost
             return Dtypes(compute, compute, compute, compute)
-        master = torch.promote_types(compute, self.master)
+        master = torch.float64 if own is torch.float64 else torch.promote_types(compute, self.master)
         reduction = torch.float32 if is_kept or self.reduction is None else self.reduction
         accumulation = torch.float32 if is_kept or self.accumulation is None else self.accumulation
         return Dtypes(compute, master, reduction, accumulation)
+
+    def check_rules(self, model: nn.Module) -> None:
+        """Every rule must name something, or a slip of the pen would go unnoticed."""
+        everything = [*model.named_modules(), *model.named_parameters(remove_duplicate=False)]
+        for rule in self.keep or ():
+            if not any(_matches(rule, name, it) for name, it in everything):
+                shown = rule if isinstance(rule, str) else getattr(rule, "__name__", rule)
+                raise ValueError(f"Precision: keep={shown!r} matches no module and no parameter of the model")
 
     def kept_modules(self, model: nn.Module) -> list[nn.Module]:
         """The outermost modules that a rule names, with what is inside them."""

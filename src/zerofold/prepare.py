@@ -246,6 +246,7 @@ def _plan(
     assigned = assign(model, modules)
     world = len(ranks_along(mesh, chosen.optimizer.axes or AXES))
     choose_owners(assigned, chosen, world, cost)
+    precision.check_rules(model)
     choose_dtypes(model, assigned, precision)
     live_bound(assigned, chosen, world, live_bytes)
     return _Plan(chosen, found, modules, assigned)
