@@ -158,10 +158,16 @@ class WithAuxiliary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.memory: Tensor | None = None
+        self.kept: list[Tensor] = []
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.first(x)
+        if self.memory is not None:
+            hidden = hidden + self.memory
+        self.memory = hidden
         self.first.auxiliary = hidden.float().pow(2).mean()
+        self.kept = [hidden.float().pow(4).mean()]
         out = self.second(hidden)
         return out.float().pow(2).mean(), out
 
@@ -175,7 +181,10 @@ def gradients_of(kind: str, precision: Any, stage: int) -> list[Tensor]:
     if kind == "both outputs":  # one was made from the other: each gradient is scaled once
         loss = loss + out.float().sum()
     if kind == "auxiliary":
-        loss = loss + model.first.auxiliary
+        loss = loss + model.first.auxiliary + model.kept[0]
+    if kind == "memory":  # of a first forward, used inside a second
+        loss, _ = model(before)
+    loss /= 2
     loss.backward()
     assert x.grad is not None
     found = [zf.full_grad(p) for p in model.parameters()]
@@ -189,7 +198,7 @@ def scaled_once(kind: str, stage: int) -> float:
     return max(((a - b).norm() / a.norm()).item() for a, b in zip(plain, scaled, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["loss", "both outputs", "auxiliary"])
+@pytest.mark.parametrize("kind", ["loss", "both outputs", "auxiliary", "memory"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_are_scaled_on_their_way_in_and_nowhere_else(ranks: Any, stage: int, kind: str) -> None:
     assert max(ranks(1, scaled_once, kind, stage)) < 5e-3

@@ -39,7 +39,13 @@ def data(count: int, device: str) -> list[tuple[Tensor, ...]]:
 
 
 def by_hand(
-    make: Any, dtype: torch.dtype, *, micro_batches: int = 1, clip: float | None = None, device: str = "cpu"
+    make: Any,
+    dtype: torch.dtype,
+    *,
+    micro_batches: int = 1,
+    clip: float | None = None,
+    device: str = "cpu",
+    loss_scale: float = 1.0,
 ) -> list[Tensor]:
     """Masters and a 16-bit copy for compute; gradients added up and averaged over ranks in fp32."""
     masters = [p.detach().clone() for p in make_model().to(device).parameters()]
@@ -49,7 +55,7 @@ def by_hand(
         with torch.no_grad():
             for copy, master in zip(copies, masters, strict=True):
                 copy.copy_(master)
-        model(*batch).backward()
+        (model(*batch).float() * loss_scale).backward()
         for copy, master in zip(copies, masters, strict=True):
             assert copy.grad is not None
             gradient = copy.grad.float()
@@ -90,6 +96,39 @@ def by_zerofold(
             optimizer.zero_grad()
     zf.close(model)
     return [p.detach() for p in model.parameters()]
+
+
+def fp16_by_hand() -> list[Tensor]:
+    """The same with a loss scale of 256, taken out of the gradients in fp32."""
+
+    def scaled(parameters: Any) -> torch.optim.Optimizer:
+        def unscale(*_: Any) -> None:
+            for parameter in parameters:
+                parameter.grad.div_(256.0)
+
+        optimizer = sgd(parameters)
+        optimizer.register_step_pre_hook(unscale)
+        return optimizer
+
+    return by_hand(scaled, torch.float16, loss_scale=256.0)
+
+
+def fp16_rows_against_by_hand() -> dict[str, float]:
+    expected, found = fp16_by_hand(), {}
+    scale = zf.LossScale(static=256.0)
+    for row in ROWS:
+        policy = zf.Precision(parameters=torch.float16, loss_scale=scale)
+        found[f"fp32 wire {row}"] = largest_difference(expected, by_zerofold(sgd, row, policy))
+    for stage in (0, 2, 3):
+        policy = zf.Precision(parameters=torch.float16, reduction=torch.float16, loss_scale=scale)
+        found[f"fp16 wire {stage}"] = largest_difference(expected, by_zerofold(sgd, stage, policy))
+    return found
+
+
+def test_every_row_in_fp16_equals_a_loss_scale_by_hand(ranks: Any) -> None:
+    """Weights move by 2e-2; a scale left in, or taken out twice, would show as 256 times as much or as little."""
+    for found in ranks(2, fp16_rows_against_by_hand):
+        assert all(difference <= (5e-5 if "fp16 wire" in name else 2e-6) for name, difference in found.items()), found
 
 
 def rows_against_by_hand(device: str = "cpu", rows: Any = tuple(ROWS)) -> dict[str, float]:
@@ -508,3 +547,148 @@ def hugging_face(name: str, keep: Any) -> tuple[list[float], list[float]]:
 def test_models_of_others_train_in_bf16(ranks: Any, name: str, keep: Any) -> None:
     for plain, half in ranks(2, hugging_face, name, keep):
         assert half == pytest.approx(plain, rel=0.03), (plain, half)
+
+
+def alone(stage: int) -> dict[str, Any]:
+    """One rank: parameters are released at every stage, and what is used outside its unit must live on."""
+    found: dict[str, Any] = {}
+    (batch,) = batches(1)
+
+    def prepared() -> Any:
+        model = make_model()
+        return zf.prepare(model, sgd(model.parameters()), stage=stage, precision="bf16")
+
+    def norm(model: Any) -> float:
+        return sum(zf.full(p.grad).float().pow(2).sum().item() for p in model.parameters()) ** 0.5
+
+    model, optimizer = prepared()
+    for _ in range(3):
+        model(*batch).backward()
+    three = norm(model)
+    model.zero_grad()
+    model(*batch).backward()
+    found["cleared"] = three / norm(model)
+    zf.close(model)
+
+    model, optimizer = prepared()
+    if stage < 3:
+        penalty = sum(p.float().pow(2).sum() for p in model.parameters())
+        (model(*batch) + penalty).backward()
+        state = model.state_dict()
+        model(*batch)
+        optimizer.step()
+        found["alias"] = all(torch.equal(state[name], p) for name, p in model.named_parameters())
+        with torch.no_grad():
+            model.head.weight.zero_()
+        try:
+            model(*batch)
+        except RuntimeError as error:
+            found["changed"] = str(error)
+    zf.close(model)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_alone(ranks: Any, stage: int) -> None:
+    (found,) = ranks(1, alone, stage)
+    assert found["cleared"] == pytest.approx(3, rel=0.01)
+    if stage < 3:
+        assert found["alias"]
+        assert "'head.weight' was changed in place" in found["changed"]
+
+
+def averaged(row: Any) -> tuple[float, float, float]:
+    """Of an average: the distance from one by hand, from what a model shows with it, and after it is back."""
+    model = make_model()
+    model, optimizer = zf.prepare(model, sgd(model.parameters()), precision="bf16", **settings_of(row))
+    average = zf.EMA(model, decay=0.75)
+
+    def weights() -> list[Tensor]:
+        with zf.full_params(model):
+            return [p.detach().clone() for p in model.parameters()]
+
+    expected = weights()
+    for number, batch in enumerate(batches(4)):
+        loss = model(*batch)
+        (loss * (float("nan") if number == 2 else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number != 2:  # skipped
+            expected = [torch.lerp(mean, weight, 0.25) for mean, weight in zip(expected, weights(), strict=True)]
+    names = [name for name, _ in model.named_parameters()]
+    state = average.state_dict()
+    found = [zf.full(state[name]) for name in names]
+    before = weights()
+    with average.swapped():
+        shown = weights()
+        model(*batch)
+    after = weights()
+    assert average.updates == 3
+    average.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in zip(names, found, strict=True)})
+    with average.swapped():
+        assert all(not weight.any() for weight in weights())
+    zf.close(model)
+    return (
+        largest_difference(expected, found),
+        largest_difference(found, shown),
+        largest_difference(before, after),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:step skipped")
+@pytest.mark.parametrize("row", [0, 2, (3, "whole"), "hsdp"])
+def test_an_average_of_the_weights(ranks: Any, row: Any) -> None:
+    for by_hand_off, shown_off, after_off in ranks(2, averaged, row):
+        assert by_hand_off <= 1e-7
+        assert shown_off == after_off == 0
+
+
+def closures() -> list[float]:
+    """LBFGS calls its closure several times in a step; the losses, with masters."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    model, optimizer = zf.prepare(model, optimizer, stage=0, precision="bf16")
+    losses: list[float] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(3, 8)).float() - 1).pow(2).mean()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    zf.close(model)
+    return losses
+
+
+def test_a_closure_that_runs_several_times(ranks: Any) -> None:
+    first, second = ranks(2, closures)
+    assert first == second
+    assert first[-1] < 0.5 * first[0]
+
+
+def recomputed(reentrant: bool) -> float:
+    """A checkpoint around the whole model: the distance of its gradients from those without."""
+
+    def gradients(checkpointed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = zf.shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), stage=3, precision="bf16")
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        if checkpointed:
+            out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+        else:
+            out = model(x)
+        out.float().pow(2).mean().backward()
+        found = [zf.full_grad(p) for p in model.parameters()]
+        zf.close(model)
+        return [gradient for gradient in found if gradient is not None]
+
+    return largest_difference(gradients(False), gradients(True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_model(ranks: Any, reentrant: bool) -> None:
+    assert ranks(2, recomputed, reentrant) == [0.0, 0.0]

@@ -99,6 +99,7 @@ def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> N
         is_written = [bool(next(written)) for _ in slab.entries]
         for index, piece in enumerate(slab.layout.pieces(slab.place)):
             if is_written[index] and slab.dtypes.has_master and not slab.shows_masters:
+                slab.discard_changes()
                 raise RuntimeError(
                     f"'{slab.entries[index].name}' was changed inside full_params(masters=False), which shows 16-bit "
                     "copies; change the masters inside `with zf.full_params(model)`"

@@ -23,6 +23,8 @@ from zerofold.nested import map_tensors
 from zerofold.precision import Precision
 from zerofold.sharded import ShardedTensor
 
+_SMALL = 2**12  # elements
+
 
 class Boundary:
     """The casts and scales of one model."""
@@ -31,8 +33,10 @@ class Boundary:
         self.precision, self.scaler = precision, scaler
         self.shows_masters = False  # whole masters are in the modules: everything computes in their dtype
         self.scales = precision.parameters is torch.float16
+        self.has_frozen = False  # 16-bit parameters without a master
         self._handles: list[RemovableHandle] = []
         self._was_scaled = False  # a gradient came in through the boundary in this backward
+        self._left: list[tuple[nn.Module, str, Any, Any]] = []  # on modules: what is there, and what was left there
         self._kept: set[nn.Module] = set()
 
     def look(self, model: nn.Module) -> None:
@@ -47,12 +51,12 @@ class Boundary:
                 self._handles.append(module.register_forward_pre_hook(_kept_input, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(partial(_kept_output, self)))
         if self.precision.buffers is not None:
-            _cast_buffers(model, self.precision.buffers)
+            _cast_buffers(model, self.precision.buffers, {inner for module in self._kept for inner in module.modules()})
 
     @property
     def compute(self) -> torch.dtype | None:
         """What modules compute in now, where a policy says so."""
-        return self.precision.master if self.shows_masters else self.precision.parameters
+        return self.precision.master if self.shows_masters and self.precision.is_mixed else self.precision.parameters
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -63,6 +67,15 @@ class Boundary:
         compute = self.compute
         if compute is None:
             return args, kwargs
+        if self.shows_masters and self.has_frozen:
+            raise RuntimeError(
+                "inside full_params the trained parameters are fp32 masters and the frozen ones 16-bit, so a forward "
+                "cannot compute with both: run it inside `with zf.full_params(model, masters=False)`"
+            )
+        for module, name, shown, original in self._left:  # a memory of the model goes on as it was
+            if vars(module).get(name) is shown:
+                setattr(module, name, original)
+        self._left.clear()
 
         def take_in(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point() or isinstance(tensor, ShardedTensor):
@@ -73,25 +86,35 @@ class Boundary:
 
         return map_tensors(take_in, tuple(args)), map_tensors(take_in, dict(kwargs))
 
-    def leave(self, output: Any, modules: Iterable[nn.Module]) -> Any:
-        """What an outermost forward returns. Results left on modules (auxiliary losses) are outputs as well."""
+    def leave(self, output: Any, modules: Iterable[nn.Module], *, is_recomputed: bool) -> Any:
+        """What an outermost forward returns. Results left on modules (auxiliary losses) are outputs as well.
+
+        A forward that is recomputed in backward gives its gradient to the graph of the first one.
+        """
         if self.compute is None:
             return output
-        if self.scales and torch.is_grad_enabled():
-            for module in modules:
-                for name, value in list(vars(module).items()):
-                    if isinstance(value, Tensor) and value.grad_fn is not None:
-                        setattr(module, name, _Scaled.apply(value, self._into))
-        return map_tensors(self._give_out, output)
+        scales = self.scales and torch.is_grad_enabled() and not is_recomputed
+        for module in modules if scales else ():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, (Tensor, list, tuple, dict)) and not name.startswith("_"):
+                    scaled = map_tensors(self._scaled, value)
+                    if scaled is not value:
+                        self._left.append((module, name, scaled, value))
+                        setattr(module, name, scaled)
 
-    def _give_out(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or isinstance(tensor, ShardedTensor):
-            return tensor
-        if self.precision.output_dtype is not None:
-            tensor = tensor.to(self.precision.output_dtype)
-        if self.scales and tensor.grad_fn is not None and torch.is_grad_enabled():
-            tensor = _Scaled.apply(tensor, self._into)
-        return tensor
+        def give_out(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point() or isinstance(tensor, ShardedTensor):
+                return tensor
+            if self.precision.output_dtype is not None:
+                tensor = tensor.to(self.precision.output_dtype)
+            return self._scaled(tensor) if scales else tensor
+
+        return map_tensors(give_out, output)
+
+    def _scaled(self, tensor: Tensor) -> Tensor:
+        return (
+            _Scaled.apply(tensor, self._into) if tensor.is_floating_point() and tensor.grad_fn is not None else tensor
+        )
 
     def _into(self, gradient: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -124,7 +147,8 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.change = change
-        return tensor.view_as(tensor)
+        # A view could not be changed in place (loss /= n); a copy of a large tensor would cost memory.
+        return tensor.clone() if tensor.numel() <= _SMALL else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -145,8 +169,10 @@ def _kept_output(boundary: Boundary, module: nn.Module, args: Any, output: Any) 
     return map_tensors(lambda tensor: tensor.to(compute) if tensor.is_floating_point() else tensor, output)
 
 
-def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast_buffers(model: nn.Module, dtype: torch.dtype, kept: set[nn.Module]) -> None:
+    """A buffer that several modules share stays shared."""
+    cast: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in module._buffers.items() if module not in kept else ():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:
-                module._buffers[name] = buffer.to(dtype)
+                module._buffers[name] = cast.setdefault(id(buffer), buffer.to(dtype))

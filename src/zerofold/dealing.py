@@ -35,7 +35,13 @@ def choose_dtypes(model: nn.Module, assigned: dict[str, list[Entry]], precision:
     """Gives every entry its dtypes. Also again, for a parameter that begins to be trained."""
     kept = {module for outer in precision.kept_modules(model) for module in outer.modules()}
     for entry in (entry for unit in assigned.values() for entry in unit):
-        is_kept = any(module in kept for module, _ in entry.sites) or precision.keeps(entry.name, entry.parameter)
+        inside = [module in kept for module, _ in entry.sites]
+        if any(inside) and not all(inside):
+            raise ValueError(
+                f"Precision: '{entry.name}' is shared by a module that keep= keeps in fp32 and one that it does not; "
+                "keep both or neither"
+            )
+        is_kept = any(inside) or precision.keeps(entry.name, entry.parameter)
         entry.dtypes = precision.dtypes(entry.parameter, is_kept=is_kept)
 
 

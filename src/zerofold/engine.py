@@ -100,6 +100,7 @@ class Engine:
         self._changing: list[Slab] = []  # in the step under way
         self.last_step: StepInfo | None = None
         self.judged = 0  # the gradients for which that verdict was taken, by the number of their reduction
+        self.judged_for: set[torch.optim.Optimizer] = set()  # who has stepped by it: once each
         self.is_clipped = False  # those gradients, in place, by the step of one of several optimizers
         self.after_step: list[Callable[[], None]] = []  # steps that were applied
         self.averages: list[object] = []  # of the weights
@@ -126,6 +127,8 @@ class Engine:
     def hold_all(self, *, masters: bool) -> None:
         self.schedule.hold_all(masters=masters)
         self.boundary.shows_masters = self.schedule.shows_masters
+        half = [slab for slab in self.slabs() if slab.dtypes.compute.itemsize < self.precision.master.itemsize]
+        self.boundary.has_frozen = any(not slab.dtypes.has_master for slab in half)
 
     def let_go(self) -> None:
         self.schedule.let_go()
@@ -191,9 +194,14 @@ class Engine:
         for slab in self.slabs():
             for parameter in slab.parameters:
                 parameter.grad = None
-                vars(parameter).pop("_master", None)
+                for name in ("_master", "_arrive", "_plain_class"):  # which would keep all of this alive
+                    vars(parameter).pop(name, None)
                 if not slab.dtypes.is_plain:
                     parameter.grad_dtype = parameter.dtype
+        if self.precision.is_mixed:  # frozen ones have no master, and yet one dtype for all makes an ordinary model
+            for parameter in self.model.parameters():
+                if parameter.dtype is self.precision.parameters:
+                    parameter.data = parameter.data.to(self.precision.master)
         if self._matmul_before is not None:
             torch.set_float32_matmul_precision(self._matmul_before)
         delattr(self.model, _ATTRIBUTE)

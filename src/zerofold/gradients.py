@@ -235,6 +235,7 @@ class FaceGradients:
                 continue
             if shown.local.dtype is self.dtypes.accumulation:
                 shown.local.add_(gradient.view_as(shown.local))
+                self._show(index)
             else:
                 self.faces[index].grad = None
                 self._show(index, adopted=shown.local.reshape(-1).to(self.dtypes.accumulation).add_(gradient))

@@ -60,6 +60,7 @@ class Hooks:
         self._root_hooks = _UnitHook(self._before_inner), _UnitHook(self._after_inner)
         self._running: list[_UnitCall] = []  # forwards under way, innermost last
         self._inner_call: nn.Module | None = None  # a module inside a unit that the user has called
+        self._outermost: set[Unit] = set()  # units that the user called himself, last time
         # Forwards whose backward may still come. Autograd's nodes keep them alive; a dropped graph drops them.
         self._waiting: WeakSet[_UnitCall] = WeakSet()
         self._begun: list[_UnitCall] = []  # in this backward
@@ -133,7 +134,7 @@ class Hooks:
         self._refuse_views_of_parameters(unit, output)
         if not self._await_backward(_UnitCall(unit), output):
             self.schedule.take_back(unit)  # otherwise it stays until backward ends
-        return self.boundary.leave(output, module.modules()) if is_outermost else None
+        return self.boundary.leave(output, module.modules(), is_recomputed=False) if is_outermost else None
 
     def _install_on_parameter(self, slab: Slab, index: int, parameter: Tensor) -> None:
         def before_accumulate(gradient: Tensor) -> None:
@@ -167,9 +168,14 @@ class Hooks:
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if unit is self.schedule.root and not self._running:
             self._inner_call = None  # whatever came before has ended, or raised
-        if self._enter_forward():
-            args, kwargs = self.boundary.enter(args, kwargs)
         call = _UnitCall(unit)
+        if not in_backward():
+            call.is_outermost = self._enter_forward()
+            self._outermost.add(unit) if call.is_outermost else self._outermost.discard(unit)
+        else:  # recomputed: as it was the first time
+            call.is_outermost = not self._running and unit in self._outermost
+        if call.is_outermost:
+            args, kwargs = self.boundary.enter(args, kwargs)
         self._running.append(call)
         self.schedule.before_forward(unit)
         unit.check_in_place()
@@ -189,7 +195,9 @@ class Hooks:
         keep = torch.is_grad_enabled() and not awaits and output is not None and call.might_get_gradients()
         self._refuse_views_of_parameters(unit, output)
         self.schedule.after_forward(unit, expects_backward=awaits, keep=keep)
-        return self.boundary.leave(output, unit.module.modules()) if self._is_outside() else None
+        if not call.is_outermost:
+            return None
+        return self.boundary.leave(output, unit.module.modules(), is_recomputed=in_backward())
 
     def _await_backward(self, call: _UnitCall, output: Any) -> bool:
         """Whether anything that came out may lead backward into the call; if so, it will be noticed."""
@@ -312,6 +320,7 @@ class _UnitCall:
     """One forward of a unit, until its backward is through."""
 
     unit: Unit
+    is_outermost: bool = False
     has_input_gradient: bool = False
     begun: bool = False
     ended: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,16 +47,18 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any, depth: int = _DE
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
         return _with_items(value, {key: map_tensors(change, item, depth - 1) for key, item in value.items()})
-    if hasattr(value, "__dict__"):
+    if dataclasses.is_dataclass(value):
         changed = {name: map_tensors(change, item, depth - 1) for name, item in vars(value).items()}
         return _with_attributes(value, {name: new for name, new in changed.items() if new is not vars(value)[name]})
-    return value
+    return value  # of any other object a copy could be taken for the original: a cache, for instance
 
 
 def _with_items(value: Any, items: dict[Any, Any]) -> Any:
     changed = {key: new for key, new in items.items() if new is not value[key]}
     if not changed:
         return value
+    if not isinstance(value, MutableMapping):
+        return items
     made = copy.copy(value)
     for key, new in changed.items():
         made[key] = new  # Hugging Face's outputs keep their attribute of that name in step
@@ -66,9 +68,7 @@ def _with_items(value: Any, items: dict[Any, Any]) -> Any:
 def _with_attributes(value: Any, changed: dict[str, Any]) -> Any:
     if not changed:
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **changed)
     made = copy.copy(value)
     for name, new in changed.items():
-        setattr(made, name, new)
+        object.__setattr__(made, name, new)  # also where it is frozen
     return made

@@ -101,6 +101,9 @@ class Precision:
                 raise ValueError(f"Precision: {name}={dtype!r} must be a floating-point dtype, or None")
         if self.keep is not None and (isinstance(self.keep, str) or not isinstance(self.keep, Sequence)):
             raise ValueError(f"Precision: keep={self.keep!r} must be a list of classes, names or predicates")
+        for rule in self.keep or ():
+            if isinstance(rule, nn.Module) or not (isinstance(rule, str) or callable(rule)):
+                raise ValueError(f"Precision: keep has {rule!r}; give a module class, a name or a predicate (name, it)")
         if self.keep and self.parameters in (None, torch.float32):
             raise ValueError("Precision: keep= names what stays in fp32, so parameters= must be a 16-bit dtype")
         if self.loss_scale is not None and self.parameters is not torch.float16:
@@ -128,6 +131,11 @@ class Precision:
         return torch.bfloat16 in (self.master, self.moments)
 
     @property
+    def is_mixed(self) -> bool:
+        """Forward computes in another dtype than the optimizer, for some parameters at least."""
+        return self.parameters in (torch.bfloat16, torch.float16)
+
+    @property
     def summary(self) -> str:
         """For comparing ranks: predicates are told apart by the dtypes they lead to."""
         dtypes = (self.parameters, self.reduction, self.accumulation, self.buffers, self.outputs)
@@ -138,7 +146,7 @@ class Precision:
 
     @property
     def _rules(self) -> Sequence[Keep]:
-        if self.parameters in (None, torch.float32):
+        if not self.is_mixed:
             return ()
         return (nn.modules.batchnorm._BatchNorm,) if self.keep is None else self.keep
 

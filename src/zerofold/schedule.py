@@ -43,11 +43,12 @@ class Schedule:
         self._in_backward: Counter[Unit] = Counter()
         self._kept: set[Unit] = set()  # until backward ends: autograd may come back to them unannounced
         self._lent: set[Unit] = set()  # among the kept: for a call of a module inside them
+        self._staying: set[Unit] = set()  # for good: see _stay
         self._live = 0
         self._stepped: list[object] = []  # optimizers, since parameters or gradients were last used
         self._followed: set[object] = set()  # optimizers that another one came after last time
         for unit in units:
-            unit.fetch = partial(self.make_current, unit)
+            unit.fetch = partial(self._stay, unit)
 
     # forward
 
@@ -66,7 +67,7 @@ class Schedule:
         if unit is self.root and not expects_backward:
             self._forget(self.units)
             self.release_all()
-        elif unit is not self.root and not self._is_needed_soon(unit, expects_backward):
+        elif unit is not self.root and not (unit.is_cut and self._is_needed_soon(unit, expects_backward)):
             self._release(unit)
         self._prefetch(expects_backward)
 
@@ -186,7 +187,15 @@ class Schedule:
         return unit in self._in_forward or unit in self._in_backward
 
     def _is_pinned(self, unit: Unit) -> bool:
-        return self.is_in_use(unit) or unit in self._kept or self.holders > 0
+        return self.is_in_use(unit) or unit in self._kept or unit in self._staying or self.holders > 0
+
+    def _stay(self, unit: Unit) -> None:
+        """Somebody touched released parameters that nobody cut, outside their unit. What he has of them may be an alias
+        (a state dict, a tensor of a graph), so their memory stays from now on. For the same reason such parameters are
+        never ready but in use: others would not be noticed.
+        """
+        self._staying.add(unit)
+        self.make_current(unit)
 
     def _use(self, unit: Unit, uses: Counter[Unit]) -> None:
         uses[unit] += 1
@@ -216,7 +225,7 @@ class Schedule:
         if not self.overlap or not any(unit.releases for unit in self.units):
             return
         for unit in self._upcoming(expects_backward):
-            if unit.state is State.RELEASED:
+            if unit.state is State.RELEASED and unit.is_cut:
                 if self._live + unit.full_nbytes > self.live_bytes:
                     return
                 self._gather(unit)

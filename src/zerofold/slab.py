@@ -128,7 +128,7 @@ class Slab:
                 self.storage.tensor.copy_(flat)
         self.hide_masters()
         self.faces = list(self.parameters)
-        has_faces = row.optimizer.is_cut or not self.dtypes.is_plain
+        has_faces = row.optimizer.is_cut or self.home.precision.is_mixed or self.home.precision.needs_one_pass
         if has_faces and (self.requires_grad or row.parameters.is_cut):
             self.faces = [self._face(index) for index in range(len(self.entries))]
         self.gradients = self._gradients()
@@ -147,9 +147,11 @@ class Slab:
 
     def start_gather(self, *, masters: bool = False) -> Handle | None:
         """Completes the storage; with `masters`, a whole copy of the masters which the parameters then show."""
+        self.check_unchanged()
         if self.is_stale:
             # A graph made before the change must not run backward with the new values: torch's own check sees it.
             torch.autograd.graph.increment_version(self.parameters)
+            self._note_versions()
         if masters and self.dtypes.has_master:
             self._shown_version = self.shard._version
             self._show_masters()
@@ -200,6 +202,27 @@ class Slab:
         with torch._C.DisableTorchFunctionSubclass():  # past the guard: this moves no data
             for index, parameter in enumerate(self.parameters):
                 parameter.data = self.view(index)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def check_unchanged(self) -> None:
+        """16-bit parameters are made from their masters, so what somebody writes into them would be lost."""
+        if not self.dtypes.has_master or self.shows_masters:
+            return
+        for entry, version in zip(self.entries, self._versions, strict=True):
+            if entry.parameter._version != version:
+                self.discard_changes()
+                raise RuntimeError(
+                    f"parameter '{entry.name}' was changed in place, but it is a 16-bit copy of its fp32 master and "
+                    "will be made anew from it: load or change weights inside `with zf.full_params(model)`"
+                )
+
+    def discard_changes(self) -> None:
+        """The next use makes the parameters anew from their masters."""
+        self._note_versions()
+        self.mark_changed()
 
     def gathered(self) -> None:
         """The gather is through."""

@@ -130,6 +130,7 @@ class Unit:
     def check_in_place(self) -> None:
         """In a module about to run, every parameter must be the one that was sharded, in its storage."""
         for slab in self.slabs:
+            slab.check_unchanged()
             for entry, face in self._faces(slab):
                 if not slab.holds(entry.parameter):
                     raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ def _tensors(
         state["step"] = torch.tensor(0.0)
         for name in _MOMENTS:
             state[name] = ShardedTensor(torch.zeros_like(face.local, dtype=engine.precision.moments), face.spec)
+    for name in _MOMENTS:  # loaded or handed over: whole, or in another dtype
+        held = state[name]
+        if not isinstance(held, ShardedTensor) or held.dtype is not engine.precision.moments:
+            local = held.local if isinstance(held, ShardedTensor) else face.spec.cut(held).clone()
+            state[name] = ShardedTensor(local.to(engine.precision.moments), face.spec)
+    if not isinstance(state["step"], Tensor):
+        state["step"] = torch.tensor(float(state["step"]))
     if state["step"].device.type != "cpu":  # where a fused torch kernel or a loaded state had it: reading would wait
         state["step"] = state["step"].cpu()
     state["step"] += 1
@@ -86,5 +94,4 @@ def _settings(group: dict[str, Any]) -> AdamSettings:
 
 def _seed(step: int, face: ShardedParameter, slab: Slab) -> int:
     """The same on all ranks, so that ranks that update the same element round it alike."""
-    name = f"{face.spec.name}:{slab.place}"
-    return (step * 1000003 + int.from_bytes(name.encode()[-8:].rjust(8), "little")) % (2**31)
+    return zlib.crc32(f"{step} {slab.place} {face.spec.name}".encode())

@@ -49,6 +49,10 @@ def _check_options(options: StepOptions) -> None:
     if options.clip is not None and options.clip_value is not None:
         raise ValueError("clip= and clip_value= are two ways to clip: give one of them")
     scheduler = options.scheduler
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "scheduler: ReduceLROnPlateau waits for a loss: call its step(loss) yourself, and leave it out here"
+        )
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise TypeError(f"scheduler must be a learning-rate scheduler, not {type(scheduler).__name__}")
 
@@ -58,6 +62,8 @@ def _check_one_pass(engine: Engine, optimizer: torch.optim.Optimizer, options: S
     reason = why_not_one_pass(optimizer) if needed else None
     if needed and options.one_pass is False:
         reason = "one_pass=False rules it out"
+    if needed and not any(isinstance(face, ShardedParameter) for _, face in engine.trained_faces()):
+        reason = "it works on pieces, and at stage 0 in fp32 there are none; pass fused=True to the optimizer instead"
     if reason is not None:
         why = "one_pass=True" if options.one_pass else "bf16 moments or masters, with their stochastic rounding,"
         raise ValueError(f"{why} needs the one-pass update: {reason}")
@@ -122,7 +128,7 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
             return None
         # The closure runs backward inside the step, so what belongs between the two must run at its end.
         rest = {key: value for key, value in kwargs.items() if key != "closure"}
-        return (itself, _then(closure, step.begin), *positional[1:]), rest
+        return (itself, _between(engine.end_step, closure, step.begin), *positional[1:]), rest
 
     def after_step(*_: Any) -> None:
         if not engine.is_closed:
@@ -137,16 +143,19 @@ def _rebase(engine: Engine, optimizer: torch.optim.Optimizer, groups: list[dict[
     faces = engine.faces()
     scalars = scalar_states(optimizer)
     for group in groups:
-        before = group["params"]
-        group["params"] = [faces[id(p)][1] if id(p) in faces else p for p in before]
+        before = list(group["params"])
+        group["params"][:] = [faces[id(p)][1] if id(p) in faces else p for p in before]  # LBFGS keeps the list
         for old, new in zip(before, group["params"], strict=True):
             if old in optimizer.state:
                 optimizer.state[new] = _cut_state(optimizer.state.pop(old), new, scalars)
         _keep_many_tensor_kernels(group)
 
 
-def _then(closure: Callable[[], Any], afterwards: Callable[[], None]) -> Callable[[], Any]:
+def _between(
+    before: Callable[[], None], closure: Callable[[], Any], afterwards: Callable[[], None]
+) -> Callable[[], Any]:
     def run() -> Any:
+        before()  # a second call must find all gradients, to clear them
         loss = closure()
         afterwards()
         return loss

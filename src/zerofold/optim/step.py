@@ -102,6 +102,11 @@ class Step:
         """torch.amp.GradScaler hands scale and verdict of a step to optimizers that are fused; else it acts itself."""
         found_inf, scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if scale is not None:
+            if self._options.clip is not None and len(self._engine.optimizers) > 1:
+                raise RuntimeError(
+                    "clip= needs the norm of all gradients, and GradScaler unscales those of one optimizer at a time: "
+                    "call scaler.unscale_(optimizer) for each of them before the first step"
+                )
             gradients.of(self._parameters()).multiply(scale.reciprocal())
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         return found_inf is not None and bool(found_inf.item())
@@ -117,9 +122,11 @@ class Step:
         """One verdict for all ranks, from a number that all of them have. Taken once for one set of gradients."""
         engine = self._engine
         overflow = self._take_over_grad_scaler(gradients)
-        if engine.last_step is not None and engine.judged == engine.reductions.count and not overflow:
+        is_same = engine.judged == engine.reductions.count and self._optimizer not in engine.judged_for
+        engine.judged_for.add(self._optimizer)
+        if engine.last_step is not None and is_same and not overflow:
             return engine.last_step
-        engine.judged, engine.is_clipped = engine.reductions.count, False
+        engine.judged, engine.judged_for, engine.is_clipped = engine.reductions.count, {self._optimizer}, False
         norm = gradients.norm().item()
         skipped = overflow or not math.isfinite(norm)
         name = gradients.first_non_finite() if skipped else None
