@@ -285,3 +285,33 @@ def test_autocast_with_grad_scaler(ranks: Any, stage: int, fused: bool, clip: fl
         assert moved == [True, True, False, True]
         assert scales == [1024.0, 1024.0, 512.0, 512.0]
         assert difference <= 1e-6
+
+
+def one_infinite_row(stage: int, kind: str) -> tuple[bool, bool]:
+    """An overflow that only the last rank's piece has: whether weights moved here, and whether all ranks agree."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = zf.prepare(model, optimizer, stage=stage, precision=None if kind == "scaler" else kind)
+    before = zf.full(model.weight)
+    out = model(torch.ones(2, 64)).float()
+    loss = out[:, :-1].sum() + out[:, -1].sum() * float("inf")
+    if kind == "scaler":
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+    else:
+        loss.backward()
+        optimizer.step()
+    after = zf.full(model.weight)
+    everyone = [torch.empty_like(after) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, after)
+    zf.close(model)
+    return not torch.equal(before, after), all(torch.equal(other, after) for other in everyone)
+
+
+@pytest.mark.filterwarnings("ignore:step skipped")
+@pytest.mark.parametrize("kind", ["scaler", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_rank_sees_the_overflow_and_all_skip(ranks: Any, stage: int, kind: str) -> None:
+    assert ranks(2, one_infinite_row, stage, kind) == [(False, True)] * 2

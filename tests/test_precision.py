@@ -692,3 +692,31 @@ def recomputed(reentrant: bool) -> float:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_the_model(ranks: Any, reentrant: bool) -> None:
     assert ranks(2, recomputed, reentrant) == [0.0, 0.0]
+
+
+def clipped_once(precision: Any) -> float:
+    """Two optimizers, of which both clip: against one call of clip_grad_norm_ before both steps."""
+
+    def train(clip: float | None) -> list[Tensor]:
+        model = zf.shard(make_model(), stage=2, precision=precision)
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() != 2]
+        first = torch.optim.SGD(others, lr=0.1)
+        second = torch.optim.AdamW(matrices, lr=1e-3, eps=1e-2)
+        zf.attach(model, first, second, clip=clip)
+        for batch in batches(3):
+            model(*batch).backward()
+            if clip is None:
+                zf.clip_grad_norm_(model, 0.1)
+            for optimizer in (first, second):
+                optimizer.step()
+            model.zero_grad()
+        zf.close(model)
+        return [p.detach() for p in model.parameters()]
+
+    return largest_difference(train(None), train(0.1))
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_two_optimizers_clip_once(ranks: Any, precision: Any) -> None:
+    assert max(ranks(2, clipped_once, precision)) <= 1e-6
