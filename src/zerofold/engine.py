@@ -123,6 +123,7 @@ class Engine:
             self.step.close()
             for slab in self._changing:  # by their owners: the next use gathers, on every rank alike
                 slab.mark_changed()
+            self._changing = []
 
     def hold_all(self, *, masters: bool) -> None:
         self.schedule.hold_all(masters=masters)
