@@ -118,6 +118,10 @@ def deepspeed(model: GPT, *, batch: int, device: torch.device, stage: int) -> St
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
+    return deepspeed_step(library, model, config)
+
+
+def deepspeed_step(library: Any, model: GPT, config: dict[str, Any]) -> Step:
     engine, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:

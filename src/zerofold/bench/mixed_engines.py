@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofold.bench.engines import BETAS, WEIGHT_DECAY, Engine, Step
+from zerofold.bench.engines import BETAS, WEIGHT_DECAY, Engine, Step, deepspeed_step
 from zerofold.bench.gpt import GPT, Block
 
 LEARNING_RATE = 1e-4
@@ -95,15 +95,7 @@ def deepspeed(model: GPT, *, batch: int, device: torch.device, stage: int) -> St
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": True},
     }
-    engine, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=config)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
+    return deepspeed_step(library, model, config)
 
 
 @cache
