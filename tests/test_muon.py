@@ -152,10 +152,9 @@ def sent_by_stage() -> dict[str, tuple[int, float]]:
     return {f"stage {stage} {name}": sent(make, stage) for stage in STAGES for name, make in makers.items()}
 
 
-@pytest.mark.parametrize("world", [2])
-def test_muon_sends_what_adamw_sends(ranks: Any, world: int) -> None:
+def test_muon_sends_what_adamw_sends(ranks: Any) -> None:
     """On every rank. That parameters are fetched once, though two optimizers step, is known after the first step."""
-    for rank, found in enumerate(ranks(world, sent_by_stage)):
+    for rank, found in enumerate(ranks(2, sent_by_stage)):
         for stage in STAGES:
             assert found[f"stage {stage} muon+adamw"] == found[f"stage {stage} adamw"], f"rank {rank}: {found}"
 
