@@ -99,6 +99,9 @@ class Engine:
         self.optimizers: list[torch.optim.Optimizer] = []
         self._changing: list[Slab] = []  # in the step under way
         self.last_step: StepInfo | None = None
+        self._places: dict[int, tuple[Slab, int]] = {}
+        self._in_order: list[tuple[str, Tensor]] = []
+        self._places_of = -1  # the count of changes for which they hold
         self.judged = 0  # the gradients for which that verdict was taken, by the number of their reduction
         self.judged_for: set[torch.optim.Optimizer] = set()  # who has stepped by it: once each
         self.is_clipped = False  # those gradients, in place, by the step of one of several optimizers
@@ -173,8 +176,18 @@ class Engine:
         return found
 
     def places(self) -> dict[int, tuple[Slab, int]]:
-        """For each face, by id: its slab and its index there."""
-        return {id(face): (slab, index) for slab in self.slabs() for index, face in enumerate(slab.faces)}
+        """For each face, by id: its slab and its index there. Looked up once until slabs are taken in."""
+        if self._places_of != self.changes.count:
+            self._places_of = self.changes.count
+            self._places = {id(face): (slab, index) for slab in self.slabs() for index, face in enumerate(slab.faces)}
+            faces = self.faces()
+            self._in_order = [faces[id(p)] for p in self.model.parameters() if id(p) in faces]
+        return self._places
+
+    def faces_in_order(self) -> list[tuple[str, Tensor]]:
+        """Names and faces in the order of `model.parameters()`."""
+        self.places()
+        return self._in_order
 
     def trained_faces(self) -> list[tuple[str, Tensor]]:
         """Those that want a gradient as the model stands now: a parameter may have been frozen since."""

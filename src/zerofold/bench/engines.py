@@ -44,7 +44,7 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
         loss.backward()
@@ -62,12 +62,12 @@ def _ddp_model(model: GPT, device: torch.device) -> nn.Module:
 
 def no_communication(model: GPT, *, batch: int, device: torch.device) -> Step:
     """Every rank trains its own model alone: the floor, not a training method."""
-    return _plain_step(model, _adamw(model.parameters()))
+    return plain_step(model, _adamw(model.parameters()))
 
 
 def ddp(model: GPT, *, batch: int, device: torch.device) -> Step:
     wrapped = _ddp_model(model, device)
-    return _plain_step(wrapped, _adamw(wrapped.parameters()))
+    return plain_step(wrapped, _adamw(wrapped.parameters()))
 
 
 def ddp_zero_redundancy(model: GPT, *, batch: int, device: torch.device) -> Step:
@@ -83,7 +83,7 @@ def ddp_zero_redundancy(model: GPT, *, batch: int, device: torch.device) -> Step
         weight_decay=WEIGHT_DECAY,
         fused=True,
     )
-    return _plain_step(wrapped, optimizer)
+    return plain_step(wrapped, optimizer)
 
 
 def fsdp2(model: GPT, *, batch: int, device: torch.device, reshard_after_forward: bool) -> Step:
@@ -93,7 +93,7 @@ def fsdp2(model: GPT, *, batch: int, device: torch.device, reshard_after_forward
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return _plain_step(model, _adamw(model.parameters()))
+    return plain_step(model, _adamw(model.parameters()))
 
 
 def deepspeed(model: GPT, *, batch: int, device: torch.device, stage: int) -> Step:
@@ -136,7 +136,7 @@ def deepspeed_step(library: Any, model: GPT, config: dict[str, Any]) -> Step:
 def zerofold(model: GPT, *, batch: int, device: torch.device, stage: int) -> Step:
     library: Any = importlib.import_module("zerofold")
     sharded, optimizer = library.prepare(model, _adamw(model.parameters()), stage=stage, units=Block)
-    return _plain_step(sharded, optimizer)
+    return plain_step(sharded, optimizer)
 
 
 ENGINES: Mapping[str, Engine] = MappingProxyType(

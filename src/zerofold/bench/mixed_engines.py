@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofold.bench.engines import BETAS, WEIGHT_DECAY, Engine, Step, deepspeed_step
+from zerofold.bench.engines import BETAS, WEIGHT_DECAY, Engine, Step, deepspeed_step, plain_step
 from zerofold.bench.gpt import GPT, Block
 
 LEARNING_RATE = 1e-4
@@ -121,15 +121,7 @@ def zerofold(model: GPT, *, batch: int, device: torch.device, stage: int) -> Ste
     sharded, optimizer = library.prepare(
         model, _adamw(model.parameters()), stage=stage, precision="bf16", units=Block, clip=CLIP
     )
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = sharded(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return plain_step(sharded, optimizer)
 
 
 MIXED_ENGINES: Mapping[str, Engine] = MappingProxyType(

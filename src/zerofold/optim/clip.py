@@ -17,10 +17,8 @@ class Gradients:
     """The gradients of one model as they are now: whole on every rank, or this rank's pieces."""
 
     def __init__(self, engine: Engine) -> None:
-        faces = engine.faces()
-        shown = [faces[id(p)] for p in engine.model.parameters() if id(p) in faces]  # in torch's order
         self._engine = engine
-        self._fill([(name, face) for name, face in shown if face.grad is not None])
+        self._fill([(name, face) for name, face in engine.faces_in_order() if face.grad is not None])
 
     def _fill(self, named: list[tuple[str, Tensor]]) -> None:
         self._named = named
