@@ -1,0 +1,1 @@
+"""Checkpoints: saved by each rank alone, loaded anywhere, never executed."""
