@@ -14,6 +14,7 @@ ROOMS = [
     "loss_scale",
     "precision",
     "nested",
+    "fingerprints",
     "layout",
     "comm",
     "groups",
