@@ -19,6 +19,7 @@ ROOMS = [
     "comm",
     "groups",
     "memory",
+    "fingerprints",
     "guard",
     "sharded",
     "reduce",

@@ -1,6 +1,9 @@
 """zerofold: train models whose states do not fit one device, on plain PyTorch."""
 
 from zerofold.access import clip_grad_norm_, clip_grad_value_, full, full_grad, full_params, last_step, ledger, no_sync
+from zerofold.checkpoint.contents import CheckpointError
+from zerofold.checkpoint.load import load
+from zerofold.checkpoint.save import Saving, save, stage
 from zerofold.loss_scale import LossScale, LossScaleError
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
@@ -12,10 +15,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
+    "CheckpointError",
     "Lion",
     "LossScale",
     "LossScaleError",
     "Precision",
+    "Saving",
     "ShardedParameter",
     "attach",
     "clip_grad_norm_",
@@ -26,7 +31,10 @@ __all__ = [
     "full_params",
     "last_step",
     "ledger",
+    "load",
     "no_sync",
     "prepare",
+    "save",
     "shard",
+    "stage",
 ]

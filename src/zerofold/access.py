@@ -81,6 +81,7 @@ def full_params(model: nn.Module, *, from_rank: int | None = None, masters: bool
 
 
 def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> None:
+    engine.settle()
     names: list[str] = []
     marks: list[float] = []
     for slab in engine.slabs():

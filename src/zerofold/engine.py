@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerofold.agree import agree
@@ -107,6 +109,11 @@ class Engine:
         self.is_clipped = False  # those gradients, in place, by the step of one of several optimizers
         self.after_step: list[Callable[[], None]] = []  # steps that were applied
         self.averages: list[object] = []  # of the weights
+        self.schedulers: list[Any] = []  # advanced after the steps of attached optimizers
+        self.before_change: list[Callable[[], None]] = []  # what must be over before a state may change
+        self.saving: object = None  # a checkpoint being written in the background
+        self.saving_group: dist.ProcessGroup | None = None
+        self.staging: Any = None  # host memory for it
         self.is_swapped = False  # one of them is in the model for a while
         self.is_closed = False
         setattr(model, _ATTRIBUTE, self)
@@ -127,6 +134,15 @@ class Engine:
             for slab in self._changing:  # by their owners: the next use gathers, on every rank alike
                 slab.mark_changed()
             self._changing = []
+
+    def settle(self) -> None:
+        """Parameters and optimizer states may change after this: a copy of them that was under way is complete."""
+        while self.before_change:
+            self.before_change.pop()()
+
+    def set_scaler(self, state: Mapping[str, float]) -> None:
+        self.scaler.load_state_dict(state)
+        self.reducer.loss_scale = self.scaler.value
 
     def hold_all(self, *, masters: bool) -> None:
         self.schedule.hold_all(masters=masters)
@@ -221,4 +237,7 @@ class Engine:
         delattr(self.model, _ATTRIBUTE)
         self.cache.clear()
         self.pool.clear()
+        self.staging = None
+        if self.saving_group is not None:
+            dist.destroy_process_group(self.saving_group)
         self.groups.destroy()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofold.agree import agree, check_same_on_all_ranks, fingerprint
+from zerofold.checkpoint.save import finish_saving
 from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
 from zerofold.engine import Engine
 from zerofold.groups import Groups, destroy, make_control, ranks_along
@@ -201,7 +202,8 @@ def attach(
 def close(model: nn.Module) -> None:
     """Ends sharding: the model is an ordinary module again, with its whole parameters on every rank.
 
-    All ranks must call it. The optimizer that was attached has no use afterwards.
+    All ranks must call it. The optimizer that was attached has no use afterwards. A checkpoint that is being written
+    in the background is waited for.
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 64), stage=3)
@@ -209,7 +211,11 @@ def close(model: nn.Module) -> None:
     >>> type(model.weight).__name__
     'Parameter'
     """
-    Engine.of(model).remove()
+    engine = Engine.of(model)
+    try:
+        finish_saving(engine)
+    finally:
+        engine.remove()
 
 
 @dataclass(frozen=True)

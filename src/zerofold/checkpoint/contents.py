@@ -7,6 +7,7 @@ else. Reading happens only when a range is asked for, so a rank reads what it ke
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,7 +51,9 @@ class Contents:
     aliases: dict[str, str] = field(default_factory=dict)  # further names of tied parameters → a name in `tensors`
     optimizers: list[OptimizerContents] = field(default_factory=list)
     averages: list[dict[str, Any]] = field(default_factory=list)  # {"decay", "updates", "tensors": {name: Stored}}
-    plain: dict[str, Any] = field(default_factory=dict)  # "extra", "scheduler", "scaler", "rng", "data", …
+    plain: dict[str, Any] = field(default_factory=dict)  # "extra", "schedulers", "scaler", "about"
+    ranks: int = 0  # that have saved something of their own
+    of_rank: Callable[[int], dict[str, Any]] = lambda rank: {}  # what one of them has: "rng", "data"
     base: dict[str, str] | None = None  # fingerprints of what was left out, where only trainable parameters were saved
 
     def tensor(self, *names: str) -> Stored | None:

@@ -102,6 +102,8 @@ def _check_kind(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
 def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
     _rebase(engine, optimizer, optimizer.param_groups)
     engine.optimizers.append(optimizer)
+    if options.scheduler is not None:
+        engine.schedulers.append(options.scheduler)
     step = Step(engine, optimizer, options)
     known = len(optimizer.param_groups), engine.changes.count
 

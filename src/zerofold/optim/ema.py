@@ -76,6 +76,7 @@ class EMA:
     @torch.no_grad()
     def _exchange(self, others: dict[Slab, Tensor]) -> None:
         """Shards get what `others` hold, and where both have the same dtype, the other way round as well."""
+        self._engine.settle()
         for slab, other in others.items():
             for mine, yours in zip(slab.shard.split(_SWAPPED_AT_ONCE), other.split(_SWAPPED_AT_ONCE), strict=True):
                 held = mine.clone()
@@ -84,6 +85,16 @@ class EMA:
                     yours.copy_(held)
             slab.mark_changed()
         self._engine.schedule.refresh()
+
+    def shards(self) -> dict[Slab, Tensor]:
+        """The averages as flat as the weights are, by slab."""
+        self._look()
+        return self._averages
+
+    def restart(self) -> None:
+        """From the weights as they are now."""
+        self._averages, self.updates = {}, 0
+        self._look()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages by parameter name: pieces where the weights are cut; `zf.full` makes one whole."""

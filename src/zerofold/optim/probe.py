@@ -65,6 +65,23 @@ def scalar_states(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     return frozenset(scalars)
 
 
+def state_names(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """The states that this optimizer keeps for a parameter, found by a step.
+
+    >>> weight = torch.nn.Parameter(torch.ones(4, 4))
+    >>> sorted(state_names(torch.optim.AdamW([weight])))
+    ['exp_avg', 'exp_avg_sq', 'step']
+    """
+    found: set[str] = set()
+    for group in optimizer.param_groups:
+        parameter = torch.nn.Parameter(torch.ones(_ROWS, _COLUMNS))
+        parameter.grad = torch.ones(_ROWS, _COLUMNS)
+        twin = _twin(optimizer, group, [parameter])
+        twin.step()
+        found |= set(twin.state[parameter])
+    return frozenset(found)
+
+
 def _steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], start: Any, gradients: list[Any]) -> list[Tensor]:
     parameters = [torch.nn.Parameter(value.clone()) for value in start]
     twin = _twin(optimizer, group, parameters)

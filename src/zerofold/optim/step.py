@@ -40,6 +40,7 @@ class Step:
                 "optimizer.step() inside `with average.swapped()` would train the averaged weights: leave it"
             )
         engine.changes.check()
+        engine.settle()
         engine.reductions.flush()
         gradients = Gradients(engine)
         info = self._judge(gradients)

@@ -1,0 +1,183 @@
+"""The folder of a checkpoint and its table of contents.
+
+run/                          what zf.save and zf.load are given
+  latest                      the name of the newest checkpoint, moved last
+  step-00000100/
+    rank-00000.safetensors    what rank 0 owns
+    rank-00001.safetensors
+    manifest.json             where each piece of each tensor lies, digests of all files, plain data
+    manifest.sha256           the digest of manifest.json, as `sha256sum -c` reads it
+  .tmp-step-00000200-…        a save under way, or one that was cut short: nothing reads it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerofold.checkpoint.contents import CheckpointError
+from zerofold.checkpoint.files import CHUNK_BYTES, DTYPES, DamagedError, reported
+
+FORMAT, VERSION = "zerofold checkpoint", 1
+MANIFEST, DIGEST, LATEST = "manifest.json", "manifest.sha256", "latest"
+TEMPORARY, REPLACED = ".tmp-", ".replaced-"
+
+Piece = tuple[int, int, int, int]
+"""File, first and last element of the flattened tensor, first byte in the file."""
+
+
+@dataclass
+class Entry:
+    """One tensor, whole: which pieces of it are where."""
+
+    dtype: str
+    shape: list[int]
+    pieces: list[Piece] = field(default_factory=list)
+
+
+@dataclass
+class Manifest:
+    files: list[dict[str, Any]] = field(default_factory=list)  # name, bytes, sha256 (of every chunk)
+    tensors: dict[str, Entry] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)  # who wrote it, with which settings
+    plain: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "chunk_bytes": CHUNK_BYTES,
+            "about": self.about,
+            "files": self.files,
+            "tensors": {key: vars(entry) for key, entry in self.tensors.items()},
+            "plain": self.plain,
+        }
+        text = json.dumps(body, allow_nan=False).encode()
+        write_durably(folder / MANIFEST, text)
+        write_durably(folder / DIGEST, _digest_line(text))
+        sync_folder(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Checks the table itself; the files it names are checked when they are read."""
+        if not (folder / MANIFEST).is_file():
+            raise CheckpointError(_not_one(folder))
+        with reported(folder / MANIFEST):
+            text = (folder / MANIFEST).read_bytes()
+        body = _parse(text) or {}
+        if body.get("format") != FORMAT and (folder / DIGEST).is_file() is False:
+            raise CheckpointError(_not_one(folder))
+        version = body.get("version")
+        if isinstance(version, int) and version > VERSION and _is_intact(folder, text):
+            raise CheckpointError(
+                f"{folder} has format version {version}, this zerofold reads up to {VERSION}: install a newer zerofold"
+            )
+        if not _is_intact(folder, text):
+            raise DamagedError(f"{folder / MANIFEST} is damaged: it does not match {DIGEST}")
+        try:
+            tensors = {key: Entry(**entry) for key, entry in body["tensors"].items()}
+            manifest = cls(body["files"], tensors, body["about"], body["plain"])
+            manifest._check(folder)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise DamagedError(f"{folder / MANIFEST} is damaged: {type(error).__name__} {error}") from error
+        return manifest
+
+    def _check(self, folder: Path) -> None:
+        for file in self.files:
+            if Path(file["name"]).name != file["name"]:
+                raise ValueError(f"file {file['name']!r} is outside {folder}")
+            if len(file["sha256"]) != -(-file["bytes"] // CHUNK_BYTES):
+                raise ValueError(f"digests of {file['name']}")
+        for key, entry in self.tensors.items():
+            if entry.dtype not in DTYPES:
+                raise ValueError(f"{key} has dtype {entry.dtype}")
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _is_intact(folder: Path, text: bytes) -> bool:
+    try:
+        return (folder / DIGEST).read_bytes() == _digest_line(text)
+    except OSError:
+        return False
+
+
+def _digest_line(text: bytes) -> bytes:
+    return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def _not_one(folder: Path) -> str:
+    if not folder.exists():
+        return f"{folder} does not exist: name the folder that zf.save was given"
+    if not folder.is_dir():
+        return f"{folder} is a file, not a checkpoint: name the folder that zf.save was given"
+    inside = sorted(entry.name for entry in folder.iterdir())[:4]
+    found = f"it holds {', '.join(inside)} …" if inside else "it is empty"
+    return f"{folder} is not a checkpoint of zerofold, nor a folder with some ({found}): name what zf.save was given"
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() and (folder / DIGEST).is_file()
+
+
+def candidates(path: Path) -> list[Path]:
+    """The checkpoints to try for `path`, the best first: itself; or what `latest` names, then the others by age."""
+    if is_checkpoint(path) or not path.is_dir():
+        return [path]
+    with reported(path):
+        others = sorted((f for f in path.iterdir() if _is_offered(f)), key=age, reverse=True)
+    # One that was moved aside for another of its name counts as long as no such one has come.
+    others = [f for f in others if not (f.name.startswith(REPLACED) and (path / _plain_name(f.name)).exists())]
+    latest = named_latest(path)
+    found = [path / latest] if latest is not None and is_checkpoint(path / latest) else []
+    return found + [folder for folder in others if folder not in found]
+
+
+def _is_offered(folder: Path) -> bool:
+    return not folder.name.startswith(TEMPORARY) and is_checkpoint(folder)
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix(REPLACED).rpartition("-")[0]
+
+
+def age(folder: Path) -> tuple[int, int]:
+    """Newer ones are larger: by the number in the name, then by the clock."""
+    number = re.search(r"(\d+)$", folder.name)
+    return int(number[1]) if number else -1, (folder / MANIFEST).stat().st_mtime_ns
+
+
+def named_latest(path: Path) -> str | None:
+    try:
+        name = (path / LATEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return name if name and Path(name).name == name and name not in (".", "..") else None
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    with reported(path), path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Names are on the disk too, not only what they name."""
+    with reported(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

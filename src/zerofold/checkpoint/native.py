@@ -1,0 +1,148 @@
+"""Our own checkpoints, as `Contents` and to be verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofold.checkpoint.contents import CheckpointError, Contents, OptimizerContents, Stored, numel
+from zerofold.checkpoint.files import DTYPES, DamagedError, Progress, WrittenFile, threads_for
+from zerofold.checkpoint.manifest import Entry, Manifest, candidates, is_checkpoint
+from zerofold.checkpoint.plain import decode
+
+
+@dataclass(frozen=True)
+class NativeTensor:
+    """A tensor in pieces that cover it, in one file or several."""
+
+    key: str
+    entry: Entry
+    files: list[WrittenFile]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.entry.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.entry.dtype]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        found = torch.empty(stop - start, dtype=self.dtype)
+        for file, low, high, at in self._overlapping(start, stop):
+            data = self.files[file].read(at, (high - low) * self.dtype.itemsize)
+            found[low - start : high - start] = torch.frombuffer(data, dtype=self.dtype)
+        return found
+
+    def chunks(self, start: int, stop: int) -> Iterable[tuple[int, int]]:
+        """File and number of every chunk that holds some of this range."""
+        for file, low, high, at in self._overlapping(start, stop):
+            for number in self.files[file].chunks(at, at + (high - low) * self.dtype.itemsize):
+                yield file, number
+
+    def _overlapping(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
+        found, covered = [], start
+        for file, low, high, at in sorted(self.entry.pieces, key=lambda piece: piece[1]):
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                if first != covered:
+                    break
+                covered = last
+                found.append((file, first, last, at + (first - low) * self.dtype.itemsize))
+        if covered < stop:
+            raise DamagedError(f"the pieces of '{self.key}' do not cover it: elements from {covered} on are missing")
+        return found
+
+
+def is_native(path: Path) -> bool:
+    """Whether `path` is a checkpoint of zerofold or a folder with some."""
+    return any(is_checkpoint(folder) for folder in candidates(Path(path)))
+
+
+def read_native(path: Path) -> Contents:
+    """The contents of one checkpoint, or of the newest one in a folder."""
+    return open_native(candidates(Path(path))[0]) if candidates(Path(path)) else open_native(Path(path))
+
+
+def open_native(folder: Path) -> Contents:
+    """Reads the table of contents. That every file is there, and as long as it should be, is checked here too."""
+    manifest = Manifest.read(folder)
+    files = files_of(manifest, folder)
+    for file in files:
+        file.check_size()
+    tensors = {key: NativeTensor(key, entry, files) for key, entry in manifest.tensors.items()}
+
+    def fetch(key: str) -> Tensor:
+        stored = tensors[key]
+        check_ranges([(stored, 0, numel(stored))])
+        return stored.read(0, numel(stored)).view(stored.shape)
+
+    try:
+        plain, by_rank = dict(manifest.plain), manifest.plain["ranks"]
+        contents = Contents(
+            str(folder),
+            tensors=_under("model/", tensors),
+            aliases=plain["aliases"],
+            base=plain["base"],
+            ranks=len(by_rank),
+            of_rank=lambda rank: decode(by_rank[rank], fetch),
+        )
+        for index, saved in enumerate(plain["optimizers"]):
+            states: dict[str, dict[str, Stored | Any]] = decode(saved["values"], fetch)
+            for key, stored in _under(f"optimizer.{index}/", tensors).items():
+                state, _, name = key.partition("/")
+                states.setdefault(name, {})[state] = stored
+            contents.optimizers.append(OptimizerContents(decode(saved["groups"], fetch), states, saved["kind"]))
+        for index, average in enumerate(plain["averages"]):
+            contents.averages.append({**average, "tensors": _under(f"average.{index}/", tensors)})
+        contents.plain = {key: decode(plain[key], fetch) for key in ("extra", "schedulers", "scaler")}
+        contents.plain["about"] = manifest.about
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(f"{folder}: its manifest is not complete ({type(error).__name__}: {error})") from error
+    return contents
+
+
+def _under(prefix: str, tensors: dict[str, NativeTensor]) -> dict[str, Any]:
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
+def files_of(manifest: Manifest, folder: Path) -> list[WrittenFile]:
+    return [WrittenFile(folder / file["name"], file["bytes"], file["sha256"]) for file in manifest.files]
+
+
+def check_ranges(ranges: Iterable[tuple[Stored, int, int]]) -> None:
+    """Reads the chunks of these ranges once and compares them with their digests, where the format has some."""
+    files: dict[Path, tuple[WrittenFile, set[int]]] = {}
+    for stored, start, stop in ranges:
+        if isinstance(stored, NativeTensor):
+            for file, number in stored.chunks(start, stop):
+                written = stored.files[file]
+                files.setdefault(written.path, (written, set()))[1].add(number)
+    for written, numbers in files.values():
+        written.check(sorted(numbers), threads=threads_for(1))
+
+
+def verify_native(path: Path, progress: Progress | None = None) -> list[str]:
+    """What is wrong with a checkpoint, every byte of it read; nothing if it is whole."""
+    problems = []
+    try:
+        manifest = Manifest.read(path)
+    except CheckpointError as error:
+        return [str(error)]
+    for file in files_of(manifest, path):
+        try:
+            file.check(range(len(file.digests)), threads=threads_for(1), progress=progress)
+        except CheckpointError as error:
+            problems.append(str(error))
+    for key, entry in manifest.tensors.items():
+        stored = NativeTensor(key, entry, files_of(manifest, path))
+        try:
+            list(stored.chunks(0, numel(stored)))
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
