@@ -39,6 +39,7 @@ ROOMS = [
     "engine",
     # The ledger reads its numbers off the engine; the rest of observe, which shows them, stands further down.
     "observe.ledger",
+    "state_dicts",
     "optim",
     "access",
     "activation",

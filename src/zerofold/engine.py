@@ -115,6 +115,7 @@ class Engine:
         self.saving_group: dist.ProcessGroup | None = None
         self.staging: Any = None  # host memory for it
         self.is_swapped = False  # one of them is in the model for a while
+        self.on_close: list[Callable[[], None]] = []
         self.is_closed = False
         setattr(model, _ATTRIBUTE, self)
 
@@ -220,6 +221,8 @@ class Engine:
         self.reducer.finish()
         self.hold_all(masters=True)
         self.hooks.remove()
+        for undo in self.on_close:
+            undo()
         self.boundary.remove()
         for slab in self.slabs():
             for parameter in slab.parameters:

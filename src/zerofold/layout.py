@@ -11,6 +11,7 @@ by owner    | u u u u u u u u u .|w w w w w w w w w w|b b .|      parameters ord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,6 +140,47 @@ class Chunk:
     def part(self, piece: Piece, rank: int) -> Piece:
         """What of rank's piece lies in this chunk."""
         return piece.within(self.start, self.start + self.widths[rank])
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of an N-dimensional tensor whose elements follow each other in the flattened one."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # of the flattened tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.sizes)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """A flat range of a tensor as blocks: the rest of a row, whole rows, the beginning of a row, at every depth.
+
+    >>> [(box.offsets, box.sizes) for box in boxes((3, 4), 2, 11)]
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), (), 0)
+        return
+    inner = math.prod(shape[1:])
+    if len(shape) == 1 or (start % inner == 0 and stop % inner == 0):
+        rest = tuple(shape[1:])
+        yield Box((start // inner, *(0 for _ in rest)), ((stop - start) // inner, *rest), start)
+        return
+    first = -(-start // inner) * inner  # where whole rows begin and end
+    last = stop // inner * inner
+    if first >= last or start < first:
+        row, end = start // inner, min(stop, first if start < first else stop)
+        for box in boxes(shape[1:], start - row * inner, end - row * inner):
+            yield Box((row, *box.offsets), (1, *box.sizes), row * inner + box.start)
+        yield from boxes(shape, end, stop)
+        return
+    yield from boxes(shape, first, last)
+    yield from boxes(shape, last, stop)
 
 
 def balance(costs: Sequence[float], world: int) -> list[int]:

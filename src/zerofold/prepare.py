@@ -22,6 +22,7 @@ from zerofold.optim.step import StepOptions
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
 from zerofold.slab import Entry
+from zerofold.state_dicts import StateDicts
 from zerofold.units import UnitChoice, assign, find_units
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -144,7 +145,7 @@ def shard(
     except Exception:
         destroy(mesh, [control.group])
         raise
-    Engine(
+    engine = Engine(
         model,
         plan.row,
         plan.assigned,
@@ -158,6 +159,7 @@ def shard(
         overlap=overlap,
         precision=policy,
     )
+    StateDicts(engine)
     return model
 
 

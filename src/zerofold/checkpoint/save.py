@@ -137,7 +137,16 @@ def stage(model: nn.Module, optimizer: Optimizers = None) -> None:
 
 
 class Saving:
-    """A checkpoint on its way. `wait` returns when it is complete, and raises what went wrong, on every rank."""
+    """A checkpoint on its way. `wait` returns when it is complete, and raises what went wrong, on every rank.
+
+    >>> import tempfile, torch, zerofold as zf
+    >>> model, folder = zf.shard(torch.nn.Linear(64, 64), stage=3), tempfile.mkdtemp()
+    >>> saving = zf.save(model, None, folder, background=True)
+    >>> saving.wait()
+    >>> saving.is_done, saving.written == saving.total
+    (True, True)
+    >>> zf.close(model)
+    """
 
     def __init__(self, path: Path, total: int, progress: Report | None) -> None:
         self.path, self.total, self.written = path, total, 0
