@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +23,8 @@ from zerofold.checkpoint.manifest import candidates
 from zerofold.checkpoint.native import check_ranges, open_native
 from zerofold.checkpoint.plan import Plan, plan_optimizers, plan_tensors
 from zerofold.checkpoint.save import Optimizers, finish_saving, optimizers_of
-from zerofold.comm import Comm
+from zerofold.checkpoint.together import together
 from zerofold.engine import Engine
-
-T = TypeVar("T")
 
 
 def load(
@@ -65,9 +63,9 @@ def load(
     control, optimizers = engine.groups.control, optimizers_of(engine, optimizer)
     given = list(scheduler) if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
     found = together(control, lambda: candidates(Path(path)) if control.rank == 0 else [])
-    folders = control.all_gather_objects(found)[0]
+    folders = control.all_gather_objects(found)[0] or [Path(path)]
     damaged: list[str] = []
-    for folder in folders or [Path(path)]:
+    for folder in folders:
         try:
             contents, plan = _look(engine, optimizers, folder, strict=strict)
             break
@@ -158,27 +156,6 @@ def _data_restorer(contents: Contents, data: Any, rank: int, world: int) -> Call
             "now: use data that does not depend on the number of ranks (zf.Samples), or leave data= out"
         )
     return lambda: data.load_state_dict(positions[0])
-
-
-def together(control: Comm, make: Callable[[], T]) -> T:
-    """The result of `make`, or the same error on every rank when it fails on any."""
-    made, error = None, None
-    try:
-        made = make()
-    except Exception as caught:
-        error = caught
-    kinds = control.all_gather_objects(None if error is None else (isinstance(error, DamagedError), _text(error)))
-    failed = [(rank, *kind) for rank, kind in enumerate(kinds) if kind is not None]
-    if error is not None and not isinstance(error, (CheckpointError, OSError)):
-        raise error
-    if failed:
-        _, is_damaged, message = failed[0]
-        raise (DamagedError if is_damaged else CheckpointError)(message) from error
-    return made  # type: ignore[return-value]
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _no_way_out(damaged: list[str], path: Path) -> str:

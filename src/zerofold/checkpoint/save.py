@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofold.agree import agree
 from zerofold.checkpoint import commit as folders
 from zerofold.checkpoint import states
 from zerofold.checkpoint.contents import CheckpointError
 from zerofold.checkpoint.files import NAMES, FileLayout, Image, WrittenFile, lay_out, threads_for, write
 from zerofold.checkpoint.plain import encode
 from zerofold.checkpoint.staging import Snapshot, Staging
+from zerofold.checkpoint.together import together
 from zerofold.engine import Engine
 
 _LONGEST_WRITE = timedelta(hours=6)  # by which ranks may be apart; one that dies is noticed at once all the same
@@ -90,11 +90,11 @@ def save(
         return _collect(engine, optimizers_of(engine, optimizer), extra, schedulers, data, trainable_only)
 
     engine.take_in_changes()
-    collected = agree(control, collect)
+    collected = together(control, collect)
     base = states.base_fingerprints(engine) if trainable_only else None
     total = torch.tensor([collected.layout.nbytes])
     control.all_reduce(total, unit="save").wait()
-    begun = agree(control, lambda: folders.begin(path, tag, int(total)) if control.rank == 0 else None)
+    begun = together(control, lambda: folders.begin(path, tag, int(total)) if control.rank == 0 else None)
     name, folder = control.all_gather_objects(begun)[0]
     saving = Saving(path / name, collected.layout.nbytes, progress)
     job = _Job(engine, saving, folder, collected, base, keep)
@@ -153,6 +153,7 @@ class Saving:
         self.hooks: list[Any] = []
         self._progress, self._lock = progress, threading.Lock()
         self._error: BaseException | None = None
+        self.was_told = False  # of the error
         self._thread: threading.Thread | None = None
 
     def wait(self) -> None:
@@ -161,6 +162,7 @@ class Saving:
         while self.hooks:
             self.hooks.pop().remove()
         if self._error is not None:
+            self.was_told = True
             raise self._error
 
     @property
@@ -185,9 +187,9 @@ class Saving:
 
 
 def finish_saving(engine: Engine) -> None:
-    """Waits for a save in the background, and raises what went wrong with it."""
+    """Waits for a save in the background, and raises what went wrong with it, if nobody has been told yet."""
     saving, engine.saving = engine.saving, None
-    if isinstance(saving, Saving):
+    if isinstance(saving, Saving) and not saving.was_told:
         saving.wait()
 
 
