@@ -34,6 +34,7 @@ ROOMS = [
     "units",
     "agree",
     "dealing",
+    "filling",
     "materialise",
     "changes",
     "engine",

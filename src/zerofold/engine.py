@@ -16,6 +16,7 @@ from zerofold.boundary import Boundary
 from zerofold.buffers import Buffers
 from zerofold.changes import Changes
 from zerofold.dealing import live_bound, split
+from zerofold.filling import fill_new
 from zerofold.groups import Groups
 from zerofold.hooks import Hooks
 from zerofold.loss_scale import LossScaler
@@ -75,15 +76,16 @@ class Engine:
         self.units: list[Unit] = []
         for index, (name, entries) in enumerate(assigned.items()):
             slabs = [Slab(name, part, home) for part in split(name, entries)]
-            if materialiser is not None:
-                try:
+            try:
+                if materialiser is not None:
                     agree(groups.control, partial(materialiser.fill, name, slabs))
-                except Exception:
-                    setattr(model, _ATTRIBUTE, None)  # half of it is sharded: it must not be tried again
-                    groups.destroy()
-                    raise
-            for slab in slabs:
-                slab.share()
+                for slab in slabs:
+                    slab.share()
+                fill_new(slabs, groups.control)
+            except Exception:
+                setattr(model, _ATTRIBUTE, None)  # half of it is sharded: it must not be tried again
+                groups.destroy()
+                raise
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
         self.scaler = LossScaler(precision.scaling)
         self.boundary = Boundary(precision, self.scaler)

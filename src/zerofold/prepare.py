@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -11,7 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofold.agree import agree, check_same_on_all_ranks, fingerprint
+from zerofold.checkpoint.contents import Contents
+from zerofold.checkpoint.open import open_checkpoint
 from zerofold.checkpoint.save import finish_saving
+from zerofold.checkpoint.sources import choose_sources, load_buffers
+from zerofold.comm import Comm
 from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
 from zerofold.engine import Engine
 from zerofold.groups import Groups, destroy, make_control, ranks_along
@@ -27,6 +32,9 @@ from zerofold.units import UnitChoice, assign, find_units
 
 Model = TypeVar("Model", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
+
+Load = str | os.PathLike[str] | Contents
+"""Where weights come from: a checkpoint by its path, or one that is open already."""
 
 DEFAULT_BUFFER_BYTES = 16 * 2**20
 
@@ -46,6 +54,7 @@ def prepare(
     mesh: DeviceMesh | None = None,
     cost: Cost | None = None,
     init: Init | None = None,
+    load: Load | None = None,
     device: torch.device | str | None = None,
     live_bytes: int | None = None,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
@@ -72,6 +81,7 @@ def prepare(
         mesh=mesh,
         cost=cost or update_cost(optimizer),
         init=init,
+        load=load,
         device=device,
         live_bytes=live_bytes,
         buffer_bytes=buffer_bytes,
@@ -96,6 +106,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     cost: Cost | None = None,
     init: Init | None = None,
+    load: Load | None = None,
     device: torch.device | str | None = None,
     live_bytes: int | None = None,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
@@ -116,6 +127,8 @@ def shard(
     cost          with cut="whole": what updating a parameter costs, to balance owners by; its bytes by default
     init          for a model on the meta device: fills the parameters and buffers of one module. By default Hugging
                   Face's or torch's own way. Each unit gets memory, values, and is cut before the next.
+    load          a folder with safetensors files (or one such file) to take the weights from, for a model on the meta
+                  device or any other. Each rank reads only what it keeps
     device        where a model on the meta device goes; the accelerator if there is one, else the CPU
     live_bytes    bound on gathered parameter bytes at any time (stage 3); by default a unit and one ahead
     buffer_bytes  size of one fused communication buffer
@@ -139,6 +152,9 @@ def shard(
         agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate))
         policy = agree(control, lambda: policy_of(precision))
         plan = agree(control, lambda: _plan(model, stage, cut, units, mesh, cost, live_bytes, device, policy))
+        if load is not None:
+            given = load
+            agree(control, lambda: _choose_sources(model, plan, given, has_init=init is not None, control=control))
         numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
         settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}, {policy.summary}"
         check_same_on_all_ranks(control, fingerprint(plan.assigned, settings))
@@ -218,6 +234,12 @@ def close(model: nn.Module) -> None:
         finish_saving(engine)
     finally:
         engine.remove()
+
+
+def _choose_sources(model: nn.Module, plan: _Plan, load: Load, *, has_init: bool, control: Comm) -> None:
+    contents = load if isinstance(load, Contents) else open_checkpoint(load)
+    choose_sources(model, plan.assigned, contents, has_init=has_init, warns=control.rank == 0)
+    load_buffers(model, contents, plan.device)
 
 
 @dataclass(frozen=True)
