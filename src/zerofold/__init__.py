@@ -2,8 +2,10 @@
 
 from zerofold.access import clip_grad_norm_, clip_grad_value_, full, full_grad, full_params, last_step, ledger, no_sync
 from zerofold.checkpoint.contents import CheckpointError
+from zerofold.checkpoint.export import export
 from zerofold.checkpoint.load import load
 from zerofold.checkpoint.save import Saving, save, stage
+from zerofold.checkpoint.whole import full_tensors
 from zerofold.loss_scale import LossScale, LossScaleError
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
@@ -26,9 +28,11 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "close",
+    "export",
     "full",
     "full_grad",
     "full_params",
+    "full_tensors",
     "last_step",
     "ledger",
     "load",

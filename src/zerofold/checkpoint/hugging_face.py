@@ -60,6 +60,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
 def _by_index(index: Path) -> Contents:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):

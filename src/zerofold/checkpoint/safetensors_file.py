@@ -52,7 +52,7 @@ _MAX_NUMEL = 2**62
 _CALL_BYTES = 2**30  # the kernel moves at most 2 GiB in one call
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The same memory, of a uint8 tensor. An empty array would give a view of another kind."""
     array: Any = tensor.numpy()
     return memoryview(array) if tensor.numel() else memoryview(bytearray())
@@ -80,7 +80,7 @@ class _OpenFile:
     def read(self, start: int, nbytes: int) -> Tensor:
         """Bytes in memory of their own. Callers have checked the range against the file's size."""
         buffer = torch.empty(nbytes, dtype=torch.uint8)
-        view = _bytes_of(buffer)
+        view = bytes_of(buffer)
         done = 0
         while done < nbytes:
             try:
@@ -239,7 +239,7 @@ class SafetensorsWriter:
         data = flat.detach().reshape(-1).cpu().contiguous().view(torch.uint8)
         self._left -= data.numel()
         assert self._left >= 0, f"{self.path}: more was written than planned"
-        self._write(_bytes_of(data))
+        self._write(bytes_of(data))
 
     def _write(self, data: memoryview) -> None:
         done = 0
