@@ -32,6 +32,7 @@ def build_app() -> typer.Typer:
     from zerofold.bench.save import bench_save_command
     from zerofold.bench.step import bench_step_command
     from zerofold.bench.update import bench_update_command
+    from zerofold.checkpoint.commands import checkpoint_app
     from zerofold.verify import verify_command
 
     app = typer.Typer(
@@ -53,6 +54,7 @@ def build_app() -> typer.Typer:
     bench_app.command("memory")(bench_memory_command)
     bench_app.command("precision")(bench_precision_command)
     app.add_typer(bench_app, name="bench")
+    app.add_typer(checkpoint_app(), name="checkpoint")
     return app
 
 

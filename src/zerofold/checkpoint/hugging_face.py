@@ -35,14 +35,7 @@ def read_hugging_face(path: str | os.PathLike[str]) -> Contents | None:
     if (where / SINGLE).exists():
         return _together(where, [where / SINGLE])
     files = sorted(where.glob("*.safetensors"))
-    if files:
-        return _together(where, _complete(where, files))
-    if sorted(where.glob("*.bin")):
-        raise CheckpointError(
-            f"{where} holds weights as .bin, a pickle, which could run any code when it is read. Convert it once to "
-            "safetensors: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        )
-    return None
+    return _together(where, _complete(where, files)) if files else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,11 +22,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
     where = Path(path)
     if not where.exists():
         raise CheckpointError(f"{where} does not exist")
-    # Readers of other formats have their place here, our own first: each knows its files, and gives None for others.
+    # Our own format has its place here:  if is_native(where): return read_native(where)
+    # Each of these gives None for what it does not know; the readers of other libraries' formats go behind.
     for read in (read_hugging_face,):
         found = read(where)
         if found is not None:
             return found
+    if where.suffix == ".bin" or (where.is_dir() and any(where.glob("*.bin"))):
+        raise CheckpointError(
+            f"{where} holds weights as .bin, a pickle, which could run any code when it is read. Convert it once to "
+            "safetensors: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
     held = f"it holds {_some_of(where)}" if where.is_dir() else "it is a single file"
     raise CheckpointError(f"{where} is no checkpoint that is known here: {held}; safetensors files are one")
 
