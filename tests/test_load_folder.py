@@ -176,7 +176,9 @@ WIDTH, LAYERS = 2048, 6
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)
 
 
-def peak_of_loading(folder: Path) -> tuple[int, int]:
+def peaks(folder: Path) -> tuple[int, int, int]:
+    """Bytes by which this process grew at most while it loaded and while it exported, and those of the shards."""
+
     def load(width: int, path: Path | None) -> nn.Module:
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
@@ -187,24 +189,33 @@ def peak_of_loading(folder: Path) -> tuple[int, int]:
         return int(line.split()[1]) * 1024
 
     with init_ranks("cpu"):
-        zf.close(load(16, None))  # imports, sockets, threads and code are there
+        model = load(16, None)
+        zf.export(model, folder / "first")  # imports, sockets, threads and code are there
+        zf.close(model)
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         before = memory("VmRSS")
         model = load(WIDTH, folder)
-        grown = memory("VmHWM") - before
+        loading = memory("VmHWM") - before
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory("VmRSS")
+        zf.export(model, folder / "second")
+        exporting = memory("VmHWM") - before
         shards = zf.ledger(model).snapshot()["state_bytes"]["parameters"]
         zf.close(model)
-        return grown, shards
+        return loading, exporting, shards
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of resident memory")
-def test_no_rank_ever_holds_a_whole_unit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_loading_takes_no_whole_unit_and_exporting_no_whole_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    for grown, shards in run_ranks(peak_of_loading, 2, tmp_path):
+    for loading, exporting, shards in run_ranks(peaks, 2, tmp_path):
         assert shards == pytest.approx(LAYERS * UNIT / 2, rel=0.01)
-        assert shards < grown <= shards + 0.8 * UNIT  # half of a unit on its way from the file, and sockets
+        assert shards < loading <= shards + 0.8 * UNIT  # half of a unit on its way from the file, and sockets
+        assert exporting <= 2.5 * UNIT  # one tensor, sent and received; the whole model takes 6
 
 
 def lora(folder: Path) -> tuple[bool, list[float]]:
@@ -333,7 +344,7 @@ def base_from_head_file(folder: Path) -> tuple[bool, list[str]]:
     model = on_meta(GPT2Model, GPT2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        zf.shard(model, load=folder)
+        zf.shard(model, load=folder / "model.safetensors")
     expected = load_file(folder / "model.safetensors")
     same = all(torch.equal(expected[f"transformer.{name}"], whole) for name, whole in weights_of(model).items())
     zf.close(model)

@@ -158,7 +158,7 @@ def verify_command(
 
 def export_command(
     checkpoint: Checkpoint,
-    folder: Annotated[Path, typer.Argument(help="The folder to write; it must be new.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="The folder to write: new, or an earlier export.", show_default=False)],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as it is unless given.")] = None,
     max_file_bytes: Annotated[int, typer.Option(min=1, help="Largest size of a file.")] = MAX_FILE_BYTES,
 ) -> None:

@@ -61,7 +61,7 @@ def choose_sources(
         if found is not None:
             check_fits(entry.name, entry.parameter, found, contents.where)
         entry.source = found
-    missing = [entry for entry in entries if entry.source is None]
+    missing, unused = [entry for entry in entries if entry.source is None], files.unused()
     if len(missing) == len(entries):
         stored = next(iter(contents.tensors), "nothing")
         raise ValueError(
@@ -72,14 +72,15 @@ def choose_sources(
     missing = [entry for entry in missing if not (hasattr(model, "peft_config") and entry.parameter.requires_grad)]
     empty = [entry for entry in missing if entry.parameter.is_meta]
     if empty and not has_init:
+        other = f"; '{unused[0]}' is there and has no place in the model" if unused else ""
         raise ValueError(
             f"'{empty[0].name}' is not in {contents.where} ({len(empty)} of {len(entries)} parameters are missing) and "
-            "has no values: pass init=, a function that fills the parameters of one module, if it is meant to be new"
+            f"has no values{other}. If it is meant to be new, pass init=, a function that fills the parameters of one "
+            "module"
         )
     if warns and missing:
         origin = "get their values from init=" if empty else "keep the values they have"
         _warn(f"{len(missing)} parameter(s) are not in {contents.where} and {origin}", (e.name for e in missing))
-    unused = files.unused()
     if warns and unused:
         _warn(f"{contents.where} holds {len(unused)} tensor(s) that the model has no use for", unused)
 
