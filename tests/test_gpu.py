@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from tests.models import batches, largest_difference, make_model
 from tests.test_precision import rows_against_by_hand
 from torch.distributed.device_mesh import init_device_mesh
@@ -99,6 +101,35 @@ def from_meta_to_the_gpu() -> tuple[str, bool]:
 @needs_gpu
 def test_a_model_on_the_meta_device_goes_to_the_gpu(ranks: Any) -> None:
     assert ranks(2, from_meta_to_the_gpu) == [("cuda", True)] * 2
+
+
+def loaded_and_exported(folder: Path, device: str, stage: int, precision: str | None) -> bool:
+    """A folder read onto the device, written again, and the tensors in between: all the same bits."""
+    expected = make_model().state_dict()
+    if dist.get_rank() == 0:
+        save_file(expected, folder / "model.safetensors")
+    dist.barrier()
+    with torch.device("meta"):
+        model = make_model()
+    zf.shard(model, stage=stage, precision=precision, device=device, load=folder)
+    streamed = dict(zf.full_tensors(model))
+    zf.export(model, folder / "out")
+    (batch,) = batches(1)
+    model(*(t.to(device) for t in batch)).backward()
+    zf.close(model)
+    written = load_file(folder / "out" / "model.safetensors")
+    on_device = all(tensor.device.type == device for tensor in streamed.values())
+    same = all(torch.equal(streamed[n].cpu(), t) and torch.equal(written[n], t) for n, t in expected.items())
+    return on_device and same
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3)])
+def test_weights_go_from_a_folder_to_the_gpu_and_back(
+    ranks: Any, tmp_path: Path, world: int, stage: int, precision: str | None
+) -> None:
+    assert ranks(world, loaded_and_exported, tmp_path, "cuda", stage, precision) == [True] * world
 
 
 @needs_gpu
