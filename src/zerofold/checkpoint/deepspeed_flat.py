@@ -46,17 +46,19 @@ def read_partitions(ranks: list[dict[str, Any]], shapes: Any, where: str) -> Par
     states = [_optimizer_state(rank) for rank in ranks]
     if by_parameter:
         return Partitions(masters, states, groups, lambda number, pieces: cut_each(pieces, groups[number], where=where))
+    # Newer files also hold param_slice_mappings. They are wrong where gradients were dealt round robin: not used.
     paddings = first.get("param_alignment_paddings") or [[0] * len(group) for group in groups]
-    _check_fragments(ranks, groups, paddings, masters, where)
-    return Partitions(
-        masters,
-        states,
-        groups,
-        lambda number, pieces: cut_across(pieces, groups[number], paddings[number], where=where),
-    )
+    tails = [sum(rank["group_paddings"][n] for rank in ranks if "group_paddings" in rank) for n in range(len(groups))]
+
+    def cut(number: int, pieces: Sequence[Stored]) -> dict[str, Stored]:
+        return cut_across(pieces, groups[number], paddings[number], tail=tails[number], where=where)
+
+    return Partitions(masters, states, groups, cut)
 
 
-def cut_across(pieces: Sequence[Stored], shapes: Shapes, paddings: Sequence[int], *, where: str) -> dict[str, Stored]:
+def cut_across(
+    pieces: Sequence[Stored], shapes: Shapes, paddings: Sequence[int], *, tail: int, where: str
+) -> dict[str, Stored]:
     """Stages 1 and 2: the group's parameters make one flat space, and the ranks have even stretches of it.
 
     rank 0 [ a a a a b b ] rank 1 [ b c c c . . ]      the dots are padding, which some files leave out
@@ -68,6 +70,11 @@ def cut_across(pieces: Sequence[Stored], shapes: Shapes, paddings: Sequence[int]
         count = math.prod(shape)
         result[name] = _window(flat, offset, count, shape, name, where)
         offset += count + padding
+    if numel(flat) > offset + tail:
+        raise CheckpointError(
+            f"{where} holds {numel(flat)} elements in a flat group whose parameters and padding have {offset + tail}: "
+            "the files are of different runs, or damaged"
+        )
     return result
 
 
@@ -146,25 +153,3 @@ def _checked_shapes(group: Any) -> Shapes:
         if not isinstance(name, str) or not all(type(size) is int and 0 <= size < 2**62 for size in shape):
             raise ValueError(f"{name} has the shape {shape}")
     return {name: tuple(shape) for name, shape in group.items()}
-
-
-def _check_fragments(
-    ranks: list[dict[str, Any]], groups: list[Shapes], paddings: Any, masters: list[list[Stored]], where: str
-) -> None:
-    """Newer files also say which stretch of which parameter each rank has. It must be what the shapes say."""
-    for number, shapes in enumerate(groups):
-        starts, offset = {}, 0
-        for (name, shape), padding in zip(shapes.items(), paddings[number], strict=True):
-            starts[name] = offset
-            offset += math.prod(shape) + padding
-        begin = 0
-        for rank, piece in zip(ranks, masters[number], strict=True):
-            fragments = rank.get("param_slice_mappings") or [{}] * len(groups)
-            for name, fragment in fragments[number].items():
-                said, expected = begin + fragment.fields["start"], max(begin, starts[name])
-                if said != expected:
-                    raise CheckpointError(
-                        f"{where} puts {name} at element {said} of its flat group in one file and at {expected} in "
-                        "another: the files are of different runs, or damaged"
-                    )
-            begin += numel(piece)

@@ -5,6 +5,8 @@
     global_step3/zero_pp_rank_0_mp_rank_00_…            stage 3: the same, one for each rank, without weights
     global_step3/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt    each rank's fp32 masters and moments, flat
 
+    global_step3_universal/zero/<parameter>/fp32.pt …   after ds_to_universal.py: one file for each state
+
 Not read: several model-parallel ranks, pipeline stages, experts. DeepSpeed's ds_to_universal.py merges these.
 """
 
@@ -16,6 +18,7 @@ from typing import Any
 
 from zerofold.checkpoint.contents import CheckpointError, Contents, OptimizerContents, Stored, numel
 from zerofold.checkpoint.deepspeed_flat import cut_across, read_optimizer, read_partitions
+from zerofold.checkpoint.deepspeed_universal import read_universal
 from zerofold.checkpoint.ondisk import TensorOnDisk, joined
 from zerofold.checkpoint.pickle_names import Inert
 from zerofold.checkpoint.positions import by_name
@@ -25,6 +28,7 @@ from zerofold.checkpoint.unpickle import plain
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 OTHER_FILE = re.compile(r"layer_.*\.pt|expp_rank_.*\.pt|.*_expert_.*\.pt")
+LATEST = ("latest", "latest_universal")
 LARGEST_TAG_FILE = 4096
 # What DeepSpeed itself puts into the model's file; the rest is what the caller gave to save_checkpoint.
 OWN_KEYS = """
@@ -64,7 +68,7 @@ def _has_model(folder: Path) -> bool:
 
 def _latest(folder: Path) -> Path | None:
     """The folder that `latest` names: one beside it, so that a file that somebody made cannot lead elsewhere."""
-    latest = folder / "latest"
+    latest = next((file for name in LATEST if (file := folder / name).is_file()), folder / LATEST[0])
     if not latest.is_file() or latest.stat().st_size > LARGEST_TAG_FILE:
         return None
     tag = latest.read_bytes().decode(errors="replace").strip()
@@ -88,7 +92,8 @@ def _files(tag: Path) -> tuple[list[Path], list[Path]]:
             if int(match[2]) or rank in files:
                 raise CheckpointError(
                     f"{tag} holds {file.name} beside others: the model was cut over several ranks (tensor "
-                    "parallelism), or two runs wrote into one folder; convert it with DeepSpeed's ds_to_universal.py first"
+                    "parallelism), or two runs wrote into one folder; "
+                    "convert it with DeepSpeed's ds_to_universal.py first"
                 )
             files[rank] = file
     for files in found:
@@ -122,6 +127,8 @@ def _contents(tag: Path, models: list[dict[str, Any]], files: list[dict[str, Any
         for number, pieces in enumerate(partitions.masters):
             contents.tensors.update(partitions.cut(number, pieces))
         contents.optimizers.append(read_optimizer(partitions, where))
+    elif (tag / "zero").is_dir():
+        read_universal(contents, tag / "zero", model["param_shapes"])
     elif model.get("optimizer"):
         scaler = model["optimizer"]
         contents.optimizers.append(_whole_optimizer(contents, model["optimizer"], buffers))
@@ -199,9 +206,9 @@ def _flat_optimizer(
     where, paddings = contents.where, [0] * len(model)
     if len(flat) != 1 or numel(flat[0]) != sum(numel(contents.tensors[name]) for name in model):
         raise _unnamed(where)
-    contents.tensors.update(cut_across(flat, model, paddings, where=where))
+    contents.tensors.update(cut_across(flat, model, paddings, tail=0, where=where))
     cut = {
-        key: cut_across([value], model, paddings, where=where) if value.shape else dict.fromkeys(model, value)
+        key: cut_across([value], model, paddings, tail=0, where=where) if value.shape else dict.fromkeys(model, value)
         for key, value in states.get(0, {}).items()
     }
     by_parameter = {name: {key: tensors[name] for key, tensors in cut.items()} for name in model}
