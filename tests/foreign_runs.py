@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -76,7 +79,7 @@ def full(value: Any) -> Tensor:
 
 
 def write_dcp(folder: str) -> dict[str, Tensor]:
-    """Three checkpoints of one FSDP2 run: by names, by numbers, weights alone. The truth by "name" and "name/state"."""
+    """Checkpoints of one FSDP2 run, in all the ways that people save it. The truth by "name" and "name/state"."""
     torch.manual_seed(1)
     model = Tiny()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -93,6 +96,12 @@ def write_dcp(folder: str) -> dict[str, Tensor]:
     plain = {"app": {"model": model.state_dict(), "optimizer": optimizer.state_dict()}}
     dcp.save(plain, checkpoint_id=f"{folder}/numbered")
     dcp.save(model.state_dict(), checkpoint_id=f"{folder}/weights")
+    # As torchtitan does: the model at the top, the optimizer flattened.
+    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    dcp.save({**model.state_dict(), "optimizer": flat, "train_state": {"step": 3}}, checkpoint_id=f"{folder}/flattened")
+    # As Accelerate does.
+    dcp.save({"model": weights}, checkpoint_id=f"{folder}/accelerate/pytorch_model_fsdp_0")
+    dcp.save({"optimizer": states}, checkpoint_id=f"{folder}/accelerate/optimizer_0")
     truth = {name: full(value) for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -185,9 +194,21 @@ def record() -> None:
             pool(2, write_deepspeed, f"{folder}/{run}", run)
             for script in Path(folder, run).glob("*.py"):
                 script.unlink()
+        make_universal(Path(folder, "stage1"), Path(folder, "universal"))
+        for run in (*DEEPSPEED_RUNS, "universal"):
             with tarfile.open(DATA / f"deepspeed-{run}.tar.xz", "w:xz") as archive:
                 archive.add(f"{folder}/{run}", arcname=run, filter=_anonymous)
     pool.close()
+
+
+def make_universal(source: Path, target: Path) -> None:
+    """With DeepSpeed's own converter."""
+    [tag] = source.glob("global_step*")
+    folders = ["--input_folder", str(tag), "--output_folder", str(target / f"{tag.name}_universal")]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    converter = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    subprocess.run([*converter, *folders, *workers], check=True)
+    shutil.copy(source / "truth.safetensors", target)
 
 
 def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from zerofold.checkpoint.ondisk import Box, Boxed, _blocks
 from zerofold.checkpoint.positions import by_name, named
 from zerofold.checkpoint.torch_file import load_pickle, load_torch
 from zerofold.checkpoint.unpickle import plain
+from zerofold.loss_scale import LossScale, LossScaler
 
 
 def whole(stored: Stored) -> Tensor:
@@ -94,6 +96,18 @@ def test_fsdp2_weights_alone(fsdp: tuple[Path, dict[str, Tensor]]) -> None:
     check(contents, {name: tensor for name, tensor in truth.items() if "/" not in name})
     assert contents.optimizers == []
     assert contents.plain == {}
+
+
+@pytest.mark.parametrize("form", ["flattened", "accelerate"])
+def test_fsdp2_as_others_save_it(fsdp: tuple[Path, dict[str, Tensor]], form: str) -> None:
+    folder, truth = fsdp
+    contents = read_foreign(folder / form)
+    assert contents is not None
+    check(contents, truth)
+    groups = contents.optimizers[0].groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert groups[1]["params"] == ["up.bias", "norm.weight", "norm.bias", "down.bias"]
+    assert contents.plain == ({"extra": {"train_state": {"step": 3}}} if form == "flattened" else {})
 
 
 def test_tensors_cut_along_another_dimension(ranks: RankPool, tmp_path: Path) -> None:
@@ -204,7 +218,7 @@ def check_deepspeed(folder: Path, truth: dict[str, Tensor]) -> OptimizerContents
     return optimizer
 
 
-@pytest.mark.parametrize("run", foreign_runs.DEEPSPEED_RUNS)
+@pytest.mark.parametrize("run", [*foreign_runs.DEEPSPEED_RUNS, "universal"])
 def test_deepspeed_as_recorded(run: str, tmp_path: Path) -> None:
     folder, truth = foreign_runs.recorded(run, tmp_path)
     check_deepspeed(folder, truth)
@@ -226,6 +240,40 @@ def deepspeed_ranks() -> Iterator[RankPool]:
 def test_deepspeed_as_installed(deepspeed_ranks: RankPool, tmp_path: Path, run: str) -> None:
     truth = deepspeed_ranks(2, foreign_runs.write_deepspeed, str(tmp_path), run)[0]
     check_deepspeed(tmp_path, truth)
+
+
+def test_deepspeed_flat_without_stages(tmp_path: Path) -> None:
+    """fp16 at stage 0: one flat master, and the loss scale beside it. Written here, as it needs a GPU."""
+    flat, moment = torch.randn(17), torch.randn(17)
+    module = {"a": flat[:15].view(3, 5).half(), "ticks": torch.arange(4.0), "b": flat[15:].half()}
+    optimizer = {
+        "dynamic_loss_scale": True,
+        "cur_scale": 4096.0,
+        "cur_iter": 12,
+        "last_overflow_iter": 4,
+        "optimizer_state_dict": {
+            "state": {0: {"step": torch.tensor(5.0), "exp_avg": moment}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
+        "fp32_groups_flat": [flat],
+    }
+    saved = {"module": module, "buffer_names": ["ticks"], "optimizer": optimizer, "global_steps": 8, "skipped_steps": 2}
+    torch.save(saved, tmp_path / "mp_rank_00_model_states.pt")
+    contents = read_foreign(tmp_path)
+    assert contents is not None
+    truth = {"a": flat[:15].view(3, 5), "b": flat[15:], "ticks": module["ticks"]}
+    check(
+        contents, truth | {"a/exp_avg": moment[:15].view(3, 5), "b/exp_avg": moment[15:], "b/step": torch.tensor(5.0)}
+    )
+    assert contents.optimizers[0].groups == [{"lr": 0.1, "params": ["a", "b"]}]
+    scaler = LossScaler(LossScale())
+    scaler.load_state_dict(contents.plain["scaler"])
+    assert scaler.state_dict() == contents.plain["scaler"]
+    assert (scaler.value, scaler.skipped, contents.plain["scaler"]["clean"]) == (4096.0, 2, 7)
+    optimizer["fp32_groups_flat"] = [flat[:8], flat[8:]]
+    torch.save(saved, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="save it again with ZeRO stage 1"):
+        read_foreign(tmp_path)
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
@@ -399,9 +447,12 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
         "bool": torch.tensor([True, False]),
         "complex": torch.randn(3, dtype=torch.complex64),
         "plain": {"bytes": b"\x00\xff", "set": {1, 2}, "none": None, "tuple": (1, [2.5, "x"]), "size": torch.Size([2])},
+        "number": numpy.float64(2.5),
     }
-    torch.save(saved, tmp_path / "a.pt")
+    array = numpy.arange(6, dtype=">i4").reshape(2, 3).T
+    torch.save({**saved, "array": array}, tmp_path / "a.pt")
     found = plain(load_torch(tmp_path / "a.pt"), "a.pt")
+    assert found["array"].tolist() == array.tolist()
     for key, expected in saved.items():
         if isinstance(expected, Tensor):
             assert found[key].dtype == expected.dtype

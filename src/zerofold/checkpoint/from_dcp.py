@@ -26,6 +26,8 @@ from zerofold.checkpoint.torch_file import load_pickle, load_torch
 from zerofold.checkpoint.unpickle import plain
 
 METADATA = ".metadata"
+# Accelerate, and the Trainer of transformers with it, writes two checkpoints side by side.
+ACCELERATE_MODEL, ACCELERATE_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 # What a model, an optimizer and the rest are usually called in the dict that was saved.
 MODEL_KEYS = ("model", "module", "model_state_dict", "state_dict", "network", "net")
 SCHEDULER_KEYS = ("scheduler", "lr_scheduler")
@@ -34,10 +36,19 @@ Keys = tuple[str | int, ...]
 
 
 def is_dcp(folder: Path) -> bool:
-    return (folder / METADATA).is_file()
+    return (folder / METADATA).is_file() or (folder / ACCELERATE_MODEL / METADATA).is_file()
 
 
 def read_dcp(folder: Path) -> Contents:
+    if (folder / METADATA).is_file():
+        return _read(folder)
+    contents = _read(folder / ACCELERATE_MODEL)
+    if (folder / ACCELERATE_OPTIMIZER / METADATA).is_file():
+        contents.optimizers = _read(folder / ACCELERATE_OPTIMIZER).optimizers
+    return contents
+
+
+def _read(folder: Path) -> Contents:
     file = folder / METADATA
     try:
         items = _items(folder, load_pickle(file))
@@ -69,9 +80,10 @@ def _items(folder: Path, metadata: Any) -> dict[Keys, Item]:
     """All that was saved, by its place in the nested dict, in the order of that dict."""
     fields = _fields(metadata, "Metadata")
     places: dict[tuple[str, tuple[int, ...] | None], Region] = {}
+    files: dict[str, Region] = {}  # looked at once each: there are many more pieces than files
     for index, info in fields["storage_data"].items():
         key = _fields(index, "MetadataIndex")
-        places[key["fqn"], key.get("offset")] = _region(folder, key["fqn"], _fields(info, "_StorageInfo"))
+        places[key["fqn"], key.get("offset")] = _region(folder, key["fqn"], _fields(info, "_StorageInfo"), files)
     described = fields["state_dict_metadata"]
     nested: Mapping[str, Any] = fields.get("planner_data") or {}
     order = [name for name in nested if name in described] + [name for name in described if name not in nested]
@@ -112,19 +124,21 @@ def _open(region: Region, name: str) -> Stored:
     return found
 
 
-def _region(folder: Path, name: str, info: dict[str, Any]) -> Region:
+def _region(folder: Path, name: str, info: dict[str, Any], files: dict[str, Region]) -> Region:
     if info.get("transform_descriptors"):
         raise CheckpointError(
             f"{name} in {folder} went through {info['transform_descriptors']} when it was saved, which cannot be "
             "undone here: load it with the same storage reader and save it without"
         )
-    path = Path(info["relative_path"])
-    # A file that somebody made must not lead out of its folder.
-    if path.is_absolute() or ".." in path.parts:
-        raise CheckpointError(f"{folder / METADATA} refers to {path}, outside of the checkpoint: refused")
+    path = info["relative_path"]
     if info["offset"] < 0 or info["length"] < 0:
         raise ValueError(f"{name} has no place in {path}")
-    return Region.whole(folder / path).part(info["offset"], info["length"])
+    if path not in files:
+        # A file that somebody made must not lead out of its folder.
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise CheckpointError(f"{folder / METADATA} refers to {path}, outside of the checkpoint: refused")
+        files[path] = Region.whole(folder / path)
+    return files[path].part(info["offset"], info["length"])
 
 
 def _place(folder: Path, places: dict[Any, Region], name: str, offsets: tuple[int, ...] | None) -> Region:
@@ -146,6 +160,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _contents(folder: Path, items: dict[Keys, Item]) -> Contents:
+    items = _unflattened(items)
     roots = _optimizer_roots(items)
     rest = {keys: item for keys, item in items.items() if not any(keys[: len(root)] == root for root in roots)}
     model = _model_root(folder, rest)
@@ -166,6 +181,22 @@ def _contents(folder: Path, items: dict[Keys, Item]) -> Contents:
     if extra:
         contents.plain["extra"] = extra
     return contents
+
+
+def _unflattened(items: dict[Keys, Item]) -> dict[Keys, Item]:
+    """Optimizers that were flattened before they were saved (torchtitan does), with their levels again.
+
+    "state.a.weight.exp_avg"    →  "state", "a.weight", "exp_avg"
+    "param_groups.a.weight.lr"  →  "param_groups", "a.weight", "lr"
+    """
+    flat = {keys[:-1] for keys in items if isinstance(keys[-1], str) and keys[-1].startswith("param_groups.")}
+    result: dict[Keys, Item] = {}
+    for keys, item in items.items():
+        head, _, rest = str(keys[-1]).partition(".")
+        name, _, last = rest.rpartition(".")
+        known = keys[:-1] in flat and head in ("state", "param_groups") and name
+        result[(*keys[:-1], head, name, last) if known else keys] = item
+    return result
 
 
 def _optimizer_roots(items: dict[Keys, Item]) -> list[Keys]:
@@ -197,11 +228,21 @@ def _optimizer(items: dict[Keys, Item], model: dict[str, tuple[int, ...]]) -> Op
             name = ".".join(str(key) for key in keys[2:])
             states.setdefault(keys[1], {})[name] = item.load() if isinstance(item, Value) else item
     groups = _nested({keys[1:]: item for keys, item in items.items() if keys[0] == "param_groups"})
-    if isinstance(groups, dict):
+    if isinstance(groups, dict) and all(isinstance(key, str) for key in groups):
+        groups = _by_settings(groups)
+    elif isinstance(groups, dict):
         groups = [groups[number] for number in sorted(groups)]
     if all(type(position) is int for group in groups for position in group["params"]):
         return by_name(groups, {int(position): state for position, state in states.items()}, model)
     return OptimizerContents(groups, {str(name): state for name, state in states.items()})
+
+
+def _by_settings(settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of the parameters that have the same settings, where each has its own."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, own in settings.items():
+        groups.setdefault(repr(own), {**own, "params": []})["params"].append(name)
+    return list(groups.values())
 
 
 def _nested(items: dict[Keys, Item]) -> Any:

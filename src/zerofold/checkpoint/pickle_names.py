@@ -184,6 +184,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "pathlib._local.PosixPath": _path,
     "pathlib._local.WindowsPath": _path,
 }
+# numpy renamed the module; files of both are around.
+NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 # Classes whose objects hold nothing but fields.
 INERT = """
     torch.distributed.checkpoint.metadata.Metadata
@@ -203,12 +205,19 @@ INERT = """
     deepspeed.runtime.fp16.loss_scaler.LossScaleProfile
     deepspeed.utils.tensor_fragment.fragment_address
     argparse.Namespace
+    numpy.dtype
 """
 
 
 def _table() -> Mapping[str, Any]:
     table: dict[str, Any] = {name: Known(name, make) for name, make in MAKERS.items()}
     table |= {name: Known(name, partial(Inert, name)) for name in INERT.split()}
+    # An array comes with its type and bytes; `plain` puts them together.
+    table |= {f"{module}.scalar": Known("numpy.scalar", partial(Inert, "numpy.scalar")) for module in NUMPY}
+    table |= {
+        f"{module}._reconstruct": Known("numpy.ndarray", lambda *args: Inert("numpy.ndarray")) for module in NUMPY
+    }
+    table |= {"numpy.ndarray": Known("numpy.ndarray", _not_called)}
     table |= {f"torch.{name}": StorageType(dtype) for name, dtype in STORAGES.items()}
     table |= {"torch.storage.UntypedStorage": StorageType(None)}
     # A dtype that this torch does not have is refused like any unknown name.

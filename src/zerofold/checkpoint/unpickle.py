@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
+import numpy
 import torch
 
 from zerofold.checkpoint.contents import CheckpointError, numel
@@ -124,6 +126,8 @@ def _plain(value: Any, where: str, made: dict[int, Any], depth: int) -> Any:
     result: Any = value
     if isinstance(value, TensorOnDisk):
         result = value.read(0, numel(value)).view(value.shape)
+    elif isinstance(value, Inert) and value.name in ("numpy.ndarray", "numpy.scalar"):
+        result = _from_numpy(value, where)
     elif isinstance(value, Inert) and value.fields:
         result = {key: _plain(field, where, made, depth + 1) for key, field in value.fields.items()}
     elif isinstance(value, Inert):
@@ -137,3 +141,21 @@ def _plain(value: Any, where: str, made: dict[int, Any], depth: int) -> Any:
     if isinstance(value, TensorOnDisk | Inert | dict | list | tuple):
         made[id(value)] = result
     return result
+
+
+def _from_numpy(value: Inert, where: str) -> Any:
+    """An array of plain numbers, or one number as Python has it."""
+    try:
+        if value.name == "numpy.scalar":
+            shape, kind, data = (), *value.args
+        else:
+            _version, shape, kind, by_column, data = value.args
+        if not isinstance(kind, Inert) or not isinstance(data, bytes) or not re.fullmatch("[biuf][1248]", kind.args[0]):
+            raise ValueError("an array of something else than numbers")
+        order = next((arg for arg in kind.args[1:] if arg in ("<", ">", "|")), "|")
+        array = numpy.frombuffer(data, dtype=numpy.dtype(order + kind.args[0]))
+        if value.name == "numpy.scalar":
+            return array.reshape(()).item()
+        return array.reshape(shape, order="F" if by_column else "C").copy()
+    except (IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} holds data of numpy that is not read here ({error})") from error
