@@ -125,7 +125,7 @@ def read_optimizer(partitions: Partitions, where: str) -> OptimizerContents:
             for key, value in of_ranks[0].items():
                 for name, state in _state(key, value, of_ranks, number, partitions, where).items():
                     states[name][key] = state
-    return OptimizerContents(groups, states)
+    return OptimizerContents(groups, {name: state for name, state in states.items() if state})
 
 
 def _state(
