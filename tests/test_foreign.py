@@ -280,6 +280,20 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
         read_foreign(folder)
 
 
+def test_weights_that_are_nowhere_are_missed(tmp_path: Path) -> None:
+    """Without its optimizer files, stage 1 still has the weights that the module computed with; stage 3 has none."""
+    for run in ("stage1-bf16", "stage3"):
+        folder, _ = foreign_runs.recorded(run, tmp_path)
+        for file in folder.glob("*/*_optim_states.pt"):
+            file.unlink()
+    contents = read_foreign(tmp_path / "stage1-bf16")
+    assert contents is not None
+    assert contents.tensors["up.weight"].dtype == torch.bfloat16
+    assert contents.optimizers == []
+    with pytest.raises(CheckpointError, match="no weights for.*copy the whole checkpoint"):
+        read_foreign(tmp_path / "stage3")
+
+
 def test_model_parallel_files_are_refused(tmp_path: Path) -> None:
     folder, _ = foreign_runs.recorded("stage1", tmp_path)
     [tag] = folder.glob("global_step*")

@@ -133,9 +133,13 @@ def _contents(tag: Path, models: list[dict[str, Any]], files: list[dict[str, Any
         scaler = model["optimizer"]
         contents.optimizers.append(_whole_optimizer(contents, model["optimizer"], buffers))
     _add_frozen(contents, models)
-    missing = [name for name in contents.aliases.values() if name not in contents.tensors]
+    expected = [*contents.aliases.values(), *(name for group in model.get("param_shapes") or [] for name in group)]
+    missing = [name for name in expected if name not in contents.tensors]
     if missing:
-        raise CheckpointError(f"{where} has no weights for {', '.join(missing)}: it is damaged")
+        raise CheckpointError(
+            f"{where} has no weights for {', '.join(missing[:5])}: at stage 3 they are in the optimizer files "
+            "(*_optim_states.pt); copy the whole checkpoint"
+        )
     config = model.get("ds_config")
     kind = config.get("optimizer", {}).get("type", "") if isinstance(config, dict) else ""
     for optimizer in contents.optimizers:
