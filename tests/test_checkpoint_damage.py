@@ -220,8 +220,8 @@ def rewrite(folder: Path, *, version: int) -> None:
 
 MISUSE = {
     "nothing there": "none does not exist: name the folder that zf.save was given",
-    "a file": "file is a file, not a checkpoint",
-    "foreign": "is not a checkpoint of zerofold, nor a folder with some (it holds notes.txt",
+    "a file": "file is no checkpoint that is known here (it is a single file)",
+    "foreign": "is no checkpoint that is known here (it holds notes.txt): name what zf.save was given",
     "into a file": "file",
     "tag": "tag='../up' must be a plain name",
     "keep": "keep=0 must be a number of checkpoints of at least 1",
@@ -236,7 +236,7 @@ MISUSE = {
     "position": "holds no position in the data: it was saved without data=",
     "no states": "weights holds no optimizer states: pass None",
     "class": "holds states of AdamW (exp_avg, exp_avg_sq, step), and Adagrad needs step, sum",
-    "shape": "'tokens.weight' has shape (31, 18) there and (31, 19) in the model",
+    "shape": "'tokens.weight' has shape (31, 19), in ",
     "missing": "has no 'extra.weight' (2 such tensor(s))",
     "unexpected": "holds, and the model does not have,",
     "swapped": "zf.save inside `with average.swapped()`",

@@ -20,6 +20,7 @@ from rich.table import Table
 from zerofold.checkpoint.contents import CheckpointError, Contents, Stored, numel
 from zerofold.checkpoint.export import export_contents
 from zerofold.checkpoint.folder import MAX_FILE_BYTES
+from zerofold.checkpoint.native import is_native, verify_native
 from zerofold.checkpoint.open import open_checkpoint
 
 _BAD_INPUT = 2
@@ -130,12 +131,13 @@ def verify_command(
     problems: list[str] = []
     count = nbytes = 0
     try:
-        # A format that keeps hashes of its own has its place here: its check adds to `problems`.
+        if is_native(checkpoint):  # which keeps digests of all its bytes, not of tensors alone
+            problems += verify_native(checkpoint)
         contents = open_checkpoint(checkpoint)
     except CheckpointError as error:
         if not checkpoint.exists():
             _fail(str(error), _BAD_INPUT)
-        problems.append(str(error))
+        problems += [str(error)] if str(error) not in problems else []
     else:
         for each in tensors_of(contents):
             count, nbytes = count + 1, nbytes + each.nbytes
@@ -143,7 +145,7 @@ def verify_command(
                 if not _is_readable(each.stored, finite):
                     problems.append(f"'{each.name}' has elements that are infinite or NaN")
             except CheckpointError as error:
-                problems.append(str(error))
+                problems += [str(error)] if str(error) not in problems else []
     if as_json:
         said = {"checkpoint": str(checkpoint), "tensors": count, "bytes": nbytes, "problems": problems}
         typer.echo(json.dumps({**said, "ok": not problems}))

@@ -24,7 +24,7 @@ class CheckpointError(RuntimeError):
     ...     zf.load(model, None, "nowhere")
     ... except zf.CheckpointError as error:
     ...     print(error)
-    nowhere does not exist: name the folder that zf.save was given
+    nowhere does not exist: name the folder that zf.save was given, or another checkpoint
     >>> zf.close(model)
     """
 

@@ -19,8 +19,9 @@ from torch import nn
 from zerofold.checkpoint import states
 from zerofold.checkpoint.contents import CheckpointError, Contents
 from zerofold.checkpoint.files import DamagedError, threads_for
-from zerofold.checkpoint.manifest import candidates
+from zerofold.checkpoint.manifest import candidates, is_checkpoint
 from zerofold.checkpoint.native import check_ranges, open_native
+from zerofold.checkpoint.open import open_checkpoint
 from zerofold.checkpoint.plan import Plan, plan_optimizers, plan_tensors
 from zerofold.checkpoint.save import Optimizers, finish_saving, optimizers_of
 from zerofold.checkpoint.together import together
@@ -90,7 +91,7 @@ def _look(
     engine: Engine, optimizers: list[torch.optim.Optimizer], folder: Path, *, strict: bool
 ) -> tuple[Contents, Plan]:
     control = engine.groups.control
-    contents = together(control, lambda: open_checkpoint(folder))
+    contents = together(control, lambda: open_checkpoint(folder) if not is_checkpoint(folder) else open_native(folder))
     base = states.base_fingerprints(engine) if contents.base is not None else {}
 
     def make() -> Plan:
@@ -101,10 +102,6 @@ def _look(
         return plan
 
     return contents, together(control, make)
-
-
-def open_checkpoint(folder: Path) -> Contents:
-    return open_native(folder)
 
 
 def _apply(engine: Engine, plan: Plan) -> None:

@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 from zerofold.checkpoint.contents import CheckpointError, Contents
+from zerofold.checkpoint.foreign import read_foreign
 from zerofold.checkpoint.hugging_face import read_hugging_face
+from zerofold.checkpoint.native import is_native, read_native
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
@@ -21,10 +23,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
     """
     where = Path(path)
     if not where.exists():
-        raise CheckpointError(f"{where} does not exist")
-    # Our own format has its place here:  if is_native(where): return read_native(where)
-    # Each of these gives None for what it does not know; the readers of other libraries' formats go behind.
-    for read in (read_hugging_face,):
+        raise CheckpointError(f"{where} does not exist: name the folder that zf.save was given, or another checkpoint")
+    if is_native(where):
+        return read_native(where)
+    for read in (read_hugging_face, read_foreign):  # each gives None for what it does not know
         found = read(where)
         if found is not None:
             return found
@@ -34,7 +36,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
             "safetensors: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     held = f"it holds {_some_of(where)}" if where.is_dir() else "it is a single file"
-    raise CheckpointError(f"{where} is no checkpoint that is known here: {held}; safetensors files are one")
+    raise CheckpointError(
+        f"{where} is no checkpoint that is known here ({held}): name what zf.save was given, a folder of Hugging Face, "
+        "DeepSpeed or torch.distributed.checkpoint, or a safetensors file"
+    )
 
 
 def _some_of(folder: Path) -> str:
