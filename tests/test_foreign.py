@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 import foreign_runs
+import zerofold as zf
 from ranks import RankPool
 from zerofold.checkpoint.contents import CheckpointError, Contents, OptimizerContents, Stored, numel
 from zerofold.checkpoint.foreign import read_foreign
-from zerofold.checkpoint.ondisk import Box, Boxed, _blocks
+from zerofold.checkpoint.ondisk import Box, Boxed
 from zerofold.checkpoint.positions import by_name, named
+from zerofold.engine import Engine
 from zerofold.loss_scale import LossScale, LossScaler
 
 
@@ -140,19 +142,6 @@ def test_boxes_cut_along_all_dimensions() -> None:
 
 def _itself(piece: InMemory) -> InMemory:
     return piece
-
-
-def test_a_range_is_divided_into_few_boxes() -> None:
-    shape = (3, 4, 5)
-    grid = torch.arange(60).view(shape)
-    for start, stop in itertools.combinations(range(61), 2):
-        blocks = list(_blocks(shape, start, stop))
-        found = [
-            grid[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].reshape(-1)
-            for _, offsets, sizes in blocks
-        ]
-        assert torch.cat(found).tolist() == list(range(start, stop))
-        assert len(blocks) <= 5
 
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
@@ -306,3 +295,41 @@ def test_a_folder_of_neither_is_nothing(tmp_path: Path) -> None:
     assert read_foreign(tmp_path) is None
     (tmp_path / "latest").write_text("../elsewhere")
     assert read_foreign(tmp_path) is None
+
+
+def load_into_zerofold(folder: Path, stage: int) -> dict[str, Tensor]:
+    """All that a sharded model has after loading, under the names that the truth has."""
+    torch.manual_seed(7)
+    model = foreign_runs.Tiny()
+    optimizer = torch.optim.AdamW(foreign_runs.groups_of(model), lr=0.5)
+    model, optimizer = zf.prepare(model, optimizer, stage=stage)
+    zf.load(model, optimizer, folder)
+    found = {name: zf.full(p) for name, p in model.named_parameters()} | {"ticks": model.ticks.clone()}
+    names = {id(face): name for name, face in Engine.of(model).faces().values()}
+    for group in optimizer.param_groups:
+        assert group["lr"] != 0.5
+        for parameter in group["params"]:
+            for key, value in optimizer.state[parameter].items():
+                found[f"{names[id(parameter)]}/{key}"] = zf.full(value)
+    model(foreign_runs.indices()).backward()
+    optimizer.step()
+    zf.close(model)
+    return found
+
+
+@pytest.mark.parametrize("form", ["named", "numbered"])
+def test_a_run_of_fsdp2_goes_on_here(ranks: RankPool, fsdp: tuple[Path, dict[str, Tensor]], form: str) -> None:
+    folder, truth = fsdp
+    for stage, found in ((stage, ranks(3, load_into_zerofold, folder / form, stage)[0]) for stage in (1, 3)):
+        assert found["tokens.weight/exp_avg"].any(), stage
+        for name in found:
+            assert torch.equal(found[name], truth[name]), (stage, name)
+
+
+@pytest.mark.parametrize("run", ["stage1", "stage3"])
+def test_a_run_of_deepspeed_goes_on_here(ranks: RankPool, tmp_path: Path, run: str) -> None:
+    folder, truth = foreign_runs.recorded(run, tmp_path)
+    found = ranks(3, load_into_zerofold, folder, 3)[0]
+    for name in found:
+        if not name.endswith("/step"):
+            assert torch.equal(found[name], truth[name]), name

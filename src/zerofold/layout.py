@@ -158,29 +158,27 @@ class Box:
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """A flat range of a tensor as blocks: the rest of a row, whole rows, the beginning of a row, at every depth.
 
-    >>> [(box.offsets, box.sizes) for box in boxes((3, 4), 2, 11)]
-    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
+    >>> [(box.offsets, box.sizes) for box in boxes((4, 3), 2, 10)]
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
     """
-    if start >= stop:
-        return
-    if not shape:
-        yield Box((), (), 0)
-        return
-    inner = math.prod(shape[1:])
-    if len(shape) == 1 or (start % inner == 0 and stop % inner == 0):
-        rest = tuple(shape[1:])
-        yield Box((start // inner, *(0 for _ in rest)), ((stop - start) // inner, *rest), start)
-        return
-    first = -(-start // inner) * inner  # where whole rows begin and end
-    last = stop // inner * inner
-    if first >= last or start < first:
-        row, end = start // inner, min(stop, first if start < first else stop)
-        for box in boxes(shape[1:], start - row * inner, end - row * inner):
-            yield Box((row, *box.offsets), (1, *box.sizes), row * inner + box.start)
-        yield from boxes(shape, end, stop)
-        return
-    yield from boxes(shape, first, last)
-    yield from boxes(shape, last, stop)
+    place = start
+    while place < stop:
+        # The largest block of whole rows, planes, … that begins here and ends in time.
+        dim, row = len(shape), 1
+        while dim and place % (row * shape[dim - 1]) == 0 and place + row * shape[dim - 1] <= stop:
+            dim -= 1
+            row *= shape[dim]
+        if dim == 0:
+            yield Box((0,) * len(shape), tuple(shape), place)
+            return
+        index = place // row % shape[dim - 1]
+        count = min(shape[dim - 1] - index, (stop - place) // row)
+        offsets, rest = [], place
+        for size in reversed(shape):
+            offsets.append(rest % size)
+            rest //= size
+        yield Box(tuple(reversed(offsets)), ((1,) * (dim - 1) + (count,) + tuple(shape[dim:])), place)
+        place += count * row
 
 
 def balance(costs: Sequence[float], world: int) -> list[int]:

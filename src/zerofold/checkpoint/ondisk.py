@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from zerofold.checkpoint.contents import CheckpointError, Stored, numel
+from zerofold.layout import boxes
 
 # A record up to this size is always read whole, so that its checksum can be checked. A range of a longer one is read
 # without: checking it would make every rank read every byte.
@@ -217,12 +218,11 @@ class Boxed:
 
     def read(self, start: int, stop: int) -> Tensor:
         check_range(self, start, stop)
-        blocks = list(_blocks(self.shape, start, stop))
         plan = [
-            (place, offsets, sizes, box, *common)
-            for place, offsets, sizes in blocks
+            (block.start, block.offsets, block.sizes, box, *common)
+            for block in boxes(self.shape, start, stop)
             for box in self.boxes
-            if (common := _common(offsets, sizes, box)) is not None
+            if (common := _common(block.offsets, block.sizes, box)) is not None
         ]
         # Counted before anything is allocated: a false shape must not ask for memory.
         found = sum(math.prod(high - low for low, high in zip(lows, highs, strict=True)) for *_, lows, highs in plan)
@@ -259,32 +259,6 @@ def _common(
     lows = tuple(map(max, offsets, box.offsets))
     highs = tuple(min(o + s, p + t) for o, s, p, t in zip(offsets, sizes, box.offsets, box.sizes, strict=True))
     return (lows, highs) if all(map(int.__lt__, lows, highs)) else None
-
-
-def _blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """A flat range as boxes of the grid, each one stretch of the flat tensor: flat start, offsets, sizes.
-
-    >>> list(_blocks((4, 3), 2, 10))
-    [(2, (0, 2), (1, 1)), (3, (1, 0), (2, 3)), (9, (3, 0), (1, 1))]
-    """
-    place = start
-    while place < stop:
-        # The largest block of whole rows, planes, … that begins here and ends in time.
-        dim, row = len(shape), 1
-        while dim and place % (row * shape[dim - 1]) == 0 and place + row * shape[dim - 1] <= stop:
-            dim -= 1
-            row *= shape[dim]
-        if dim == 0:
-            yield place, (0,) * len(shape), shape
-            return
-        index = place // row % shape[dim - 1]
-        count = min(shape[dim - 1] - index, (stop - place) // row)
-        offsets, rest = [], place
-        for size in reversed(shape):
-            offsets.append(rest % size)
-            rest //= size
-        yield place, tuple(reversed(offsets)), (1,) * (dim - 1) + (count,) + shape[dim:]
-        place += count * row
 
 
 def check_range(stored: Stored, start: int, stop: int) -> None:

@@ -26,7 +26,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
         raise CheckpointError(f"{where} does not exist: name the folder that zf.save was given, or another checkpoint")
     if is_native(where):
         return read_native(where)
-    for read in (read_hugging_face, read_foreign):  # each gives None for what it does not know
+    for read in (read_foreign, read_hugging_face):  # each gives None for what it does not know
         found = read(where)
         if found is not None:
             return found

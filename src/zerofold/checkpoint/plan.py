@@ -56,34 +56,35 @@ class Plan:
 
 def plan_tensors(engine: Engine, contents: Contents, plan: Plan, *, base: dict[str, str], strict: bool) -> None:
     """Parameters, buffers and averages."""
-    used: set[int] = set()
+    used: set[str] = set()
     missing, narrowed = [], []
     paths = {module: path for path, module in engine.model.named_modules()}
     prefix = getattr(engine.model, "base_model_prefix", "")
     prefix = prefix if isinstance(prefix, str) else ""
     for slab in engine.slabs():
         for entry, piece in zip(slab.entries, slab.layout.pieces(slab.place), strict=True):
-            stored = contents.tensor(*names_of(entry, paths, prefix))
+            names = names_of(entry, paths, prefix)
+            used.update(names)  # all of them: some formats store tied parameters once for each name
+            stored = contents.tensor(*names)
             if stored is None:
                 missing.append(clean(entry.name))
                 continue
-            used.add(id(stored))
             check_fits(entry.name, entry.parameter, stored, contents.where)
             if stored.dtype.itemsize > slab.shard.dtype.itemsize and stored.dtype.is_floating_point:
                 narrowed.append(f"'{entry.name}' from {stored.dtype} to {slab.shard.dtype}")
             plan.fill(slab.shard.detach()[piece.shard_start : piece.shard_stop], stored, piece.start)
     for name, buffer in states.persistent_buffers(engine):
+        used.update(names_in_files(name, prefix))
         stored = contents.tensor(*names_in_files(name, prefix))
         if stored is None:
             missing.append(name)
             continue
-        used.add(id(stored))
         check_fits(name, buffer, stored, contents.where)
         # The buffer of a module may be a view with gaps, so it is filled by itself.
         plan.restores.append(_buffer_filler(buffer, stored))
         plan.checked.append((stored, 0, numel(stored)))
     missing = [name for name in missing if not _is_in_base(name, contents, base, plan)]
-    unused = [name for name, stored in contents.tensors.items() if id(stored) not in used]
+    unused = [name for name in contents.tensors if name not in used]
     _report(plan, contents, missing, unused, strict=strict)
     if narrowed:
         plan.warnings.append(f"{contents.where}: rounded on load, {narrowed[0]} ({len(narrowed)} such parameter(s))")
