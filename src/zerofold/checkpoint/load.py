@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from zerofold.checkpoint import states
+from zerofold.checkpoint.collect import Optimizers, listed, optimizers_of
 from zerofold.checkpoint.contents import CheckpointError, Contents
 from zerofold.checkpoint.files import DamagedError, threads_for
 from zerofold.checkpoint.manifest import candidates, is_checkpoint
 from zerofold.checkpoint.native import check_ranges, open_native
 from zerofold.checkpoint.open import open_checkpoint
 from zerofold.checkpoint.plan import Plan, plan_optimizers, plan_tensors
-from zerofold.checkpoint.save import Optimizers, finish_saving, optimizers_of
+from zerofold.checkpoint.save import finish_saving
 from zerofold.checkpoint.together import together
 from zerofold.engine import Engine
 
@@ -62,7 +63,7 @@ def load(
     if engine.is_swapped or engine.schedule.holders:
         raise RuntimeError("zf.load inside `with zf.full_params(model)` or `average.swapped()`: leave it first")
     control, optimizers = engine.groups.control, optimizers_of(engine, optimizer)
-    given = list(scheduler) if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
+    given = listed(scheduler)
     found = together(control, lambda: candidates(Path(path)) if control.rank == 0 else [])
     folders = control.all_gather_objects(found)[0] or [Path(path)]
     damaged: list[str] = []
