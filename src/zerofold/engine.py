@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from zerofold.schedule import Schedule
 from zerofold.sharded import ShardedParameter, StepScope
 from zerofold.slab import Entry, Home, Slab
 from zerofold.unit import Unit
+from zerofold.watch import Watch
 
 _ATTRIBUTE = "_zerofold_engine"
 
@@ -67,8 +69,12 @@ class Engine:
         accumulate: int,
         overlap: bool,
         precision: Precision,
+        patience: float | None = None,
     ) -> None:
         self.model, self.row, self.groups, self.precision = model, row, groups, precision
+        self.watch = Watch.over(groups, patience=patience)
+        if self.watch is not None:
+            finalize(self, self.watch.close)  # a model that is dropped without zf.close takes its thread along
         self.traffic = groups.gather.traffic
         self.cache, self.pool, self.step = StorageCache(), BufferPool(buffer_bytes), StepScope()
         home = Home(row, groups, device, self.cache, self.step, precision)
@@ -84,7 +90,7 @@ class Engine:
                 fill_new(slabs, groups.control)
             except Exception:
                 setattr(model, _ATTRIBUTE, None)  # half of it is sharded: it must not be tried again
-                groups.destroy()
+                self._end_groups()
                 raise
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
         self.scaler = LossScaler(precision.scaling)
@@ -245,4 +251,9 @@ class Engine:
         self.staging = None
         if self.saving_group is not None:
             dist.destroy_process_group(self.saving_group)
+        self._end_groups()
+
+    def _end_groups(self) -> None:
+        if self.watch is not None:
+            self.watch.close()
         self.groups.destroy()

@@ -12,6 +12,7 @@ end of backward      a callback of the engine, queued by the first event, which 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zerofold.boundary import Boundary
+from zerofold.comm import CommError
 from zerofold.nested import tensors_in
 from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule, in_backward
@@ -191,6 +193,8 @@ class Hooks:
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
         call = self._running.pop()
+        if isinstance(sys.exc_info()[1], CommError):
+            return None  # the forward has raised it, and waiting for what is under way would raise it again
         awaits = self._await_backward(call, output)
         keep = torch.is_grad_enabled() and not awaits and output is not None and call.might_get_gradients()
         self._refuse_views_of_parameters(unit, output)

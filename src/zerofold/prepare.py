@@ -60,6 +60,7 @@ def prepare(
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     accumulate: int = 1,
     overlap: bool = True,
+    patience: float | None = None,
 ) -> tuple[Model, Opt]:
     """Shards `model` and re-bases `optimizer` on it, both in place; returns the same two objects.
 
@@ -87,6 +88,7 @@ def prepare(
         buffer_bytes=buffer_bytes,
         accumulate=accumulate,
         overlap=overlap,
+        patience=patience,
     )
     try:
         attach(model, optimizer, clip=clip, clip_value=clip_value, scheduler=scheduler, one_pass=one_pass)
@@ -112,6 +114,7 @@ def shard(
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     accumulate: int = 1,
     overlap: bool = True,
+    patience: float | None = None,
 ) -> Model:
     """Places the model's states over the ranks as the stage says, in place; every rank starts from rank 0's weights.
 
@@ -135,6 +138,9 @@ def shard(
     accumulate    backwards that make a step: only the last one reduces where gradients stay whole (stages 0, 1, dp),
                   and across groups (hsdp)
     overlap       False runs every communication to its end at once: slower, the same bits, for debugging
+    patience      seconds for which a rank may keep the others waiting before all of them raise, naming it; by default
+                  as long as the process group's own time-out allows. Ranks that do different things raise in seconds
+                  in any case
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 64), stage=3)
@@ -149,7 +155,7 @@ def shard(
     _check_kinds(model, mesh, cost=cost, init=init)
     control = make_control(mesh, overlap=overlap)
     try:
-        agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate))
+        agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate, patience))
         policy = agree(control, lambda: policy_of(precision))
         plan = agree(control, lambda: _plan(model, stage, cut, units, mesh, cost, live_bytes, device, policy))
         if load is not None:
@@ -174,6 +180,7 @@ def shard(
         accumulate=accumulate,
         overlap=overlap,
         precision=policy,
+        patience=patience,
     )
     StateDicts(engine)
     return model
@@ -303,7 +310,7 @@ def _check_kinds(model: nn.Module, mesh: DeviceMesh | None, **functions: object)
         raise ValueError(f"mesh: ranks must ascend along both dimensions, as init_device_mesh makes them, not {ranks}")
 
 
-def _check_numbers(live_bytes: int | None, buffer_bytes: int, accumulate: int) -> None:
+def _check_numbers(live_bytes: int | None, buffer_bytes: int, accumulate: int, patience: float | None) -> None:
     numbers = {"live_bytes": live_bytes, "buffer_bytes": buffer_bytes, "accumulate": accumulate}
     for name, number in numbers.items():
         if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
@@ -314,6 +321,10 @@ def _check_numbers(live_bytes: int | None, buffer_bytes: int, accumulate: int) -
         raise ValueError(f"buffer_bytes={buffer_bytes} is too small for a communication buffer; give at least 1024")
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate} must be the number of backwards in a step, at least 1")
+    if patience is not None and (not isinstance(patience, (int, float)) or not patience >= 5):
+        raise ValueError(
+            f"patience={patience!r} must be a number of seconds, at least 5; leave it out for the group's own time-out"
+        )
 
 
 def _device_of(model: nn.Module, mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch.device:
