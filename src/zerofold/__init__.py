@@ -6,11 +6,14 @@ from zerofold.checkpoint.export import export
 from zerofold.checkpoint.load import load
 from zerofold.checkpoint.save import Saving, save, stage
 from zerofold.checkpoint.whole import full_tensors
+from zerofold.comm import CommError, DivergenceError
+from zerofold.join import join
 from zerofold.loss_scale import LossScale, LossScaleError
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
 from zerofold.precision import Precision
 from zerofold.prepare import attach, close, prepare, shard
+from zerofold.replicas import ReplicaError
 from zerofold.sharded import ShardedParameter
 
 __version__ = "0.1.0"
@@ -18,10 +21,13 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "CheckpointError",
+    "CommError",
+    "DivergenceError",
     "Lion",
     "LossScale",
     "LossScaleError",
     "Precision",
+    "ReplicaError",
     "Saving",
     "ShardedParameter",
     "attach",
@@ -33,6 +39,7 @@ __all__ = [
     "full_grad",
     "full_params",
     "full_tensors",
+    "join",
     "last_step",
     "ledger",
     "load",

@@ -34,11 +34,22 @@ _REMEMBERED = 64
 
 
 class CommError(RuntimeError):
-    """A collective failed; the message names the operation, the unit, the rank and what was called last."""
+    """A collective failed; the message names the operation, the unit, the rank and what was called last.
+
+    >>> import zerofold as zf
+    >>> issubclass(zf.CommError, RuntimeError)
+    True
+    """
 
 
 class DivergenceError(CommError):
-    """The ranks do different things; the message names them, the modules and the collectives."""
+    """The ranks do different things, or one keeps the others waiting beyond `patience`; the message names them, the
+    modules and the collectives. All ranks raise it, and the model can only be built again.
+
+    >>> import zerofold as zf
+    >>> issubclass(zf.DivergenceError, zf.CommError)
+    True
+    """
 
 
 class Watcher(Protocol):
@@ -125,13 +136,11 @@ class Custom:
         self._before: tuple[Any, Any] = (None, None)
 
     def breaks_with(self, call: Call) -> bool:
-        """Also takes the call in. The chunks of one tensor are alike, so they are numbered."""
-        last = self._before[1]
+        """Also takes the call in."""
         mark = (call.operation, call.unit, call.nbytes, call.root)
-        mark = (mark, last[1] + 1 if last is not None and last[0] == mark else 0)  # type: ignore[assignment]
         is_new = self._next.get(self._before) != mark
         self._next[self._before] = mark
-        self._before = last, mark
+        self._before = self._before[1], mark
         return is_new
 
 

@@ -42,7 +42,7 @@ class Line:
     """A rank's last calls in one group."""
 
     ranks: list[int]
-    count: int  # how many it has made
+    count: int  # how many it has made, or is about to make
     calls: dict[int, Seen]  # the last of them, by position
 
 
@@ -141,7 +141,7 @@ def _awaited(account: Account, accounts: Accounts) -> Iterable[int]:
     key, position = account.blocked
     line = account.groups[key]
     root = line.calls[position].root if position in line.calls else None
-    for rank in line.ranks:
+    for rank in set(line.ranks) - {account.rank}:
         other = accounts.get(rank)
         if other is not None and key in other.groups and other.groups[key].count < position and root in (None, rank):
             yield rank

@@ -27,6 +27,7 @@ from zerofold.placement import Row
 from zerofold.precision import Precision
 from zerofold.reduce import Reducer
 from zerofold.reduction_order import ReductionOrder
+from zerofold.replicas import Replicas
 from zerofold.schedule import Schedule
 from zerofold.sharded import ShardedParameter, StepScope
 from zerofold.slab import Entry, Home, Slab
@@ -70,6 +71,7 @@ class Engine:
         overlap: bool,
         precision: Precision,
         patience: float | None = None,
+        check_replicas: int | None = None,
     ) -> None:
         self.model, self.row, self.groups, self.precision = model, row, groups, precision
         self.watch = Watch.over(groups, patience=patience)
@@ -106,6 +108,11 @@ class Engine:
         self._matmul_before = torch.get_float32_matmul_precision() if precision.tf32 else None
         if precision.tf32:
             torch.set_float32_matmul_precision("high")
+        self.replicas = (
+            None
+            if check_replicas is None
+            else Replicas(self.slabs, buffers, groups, self.schedule.wait_all, every=check_replicas)
+        )
         self.optimizers: list[torch.optim.Optimizer] = []
         self._changing: list[Slab] = []  # in the step under way
         self.last_step: StepInfo | None = None

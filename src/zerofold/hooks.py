@@ -67,6 +67,7 @@ class Hooks:
         self._waiting: WeakSet[_UnitCall] = WeakSet()
         self._begun: list[_UnitCall] = []  # in this backward
         self._callback_queued = False
+        self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
         # Backward may run inside a compiled training step, so what autograd calls is kept out of graphs as well.
         self._begins, self._ends = _untraced(self._begin_call), _untraced(self._end_call_once)
         self._ends_backward = _untraced(self._end_backward)
@@ -139,10 +140,13 @@ class Hooks:
         return self.boundary.leave(output, module.modules(), is_recomputed=False) if is_outermost else None
 
     def _install_on_parameter(self, slab: Slab, index: int, parameter: Tensor) -> None:
-        def before_accumulate(gradient: Tensor) -> None:
+        def before_accumulate(gradient: Tensor) -> Tensor | None:
             self._enter_backward()
             self.boundary.check_scaled()
             slab.gradients.before_accumulate(index)
+            if self.weight == 1.0:
+                return None
+            return gradient * self.weight if self.weight else torch.zeros_like(gradient)
 
         def after_accumulate(parameter: Tensor) -> None:
             slab.gradients.arrived(index)
@@ -192,9 +196,10 @@ class Hooks:
         return args, kwargs
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
-        call = self._running.pop()
         if isinstance(sys.exc_info()[1], CommError):
-            return None  # the forward has raised it, and waiting for what is under way would raise it again
+            self._running.clear()  # the forward has raised it, and waiting for what is under way would raise it again
+            return None
+        call = self._running.pop()
         awaits = self._await_backward(call, output)
         keep = torch.is_grad_enabled() and not awaits and output is not None and call.might_get_gradients()
         self._refuse_views_of_parameters(unit, output)

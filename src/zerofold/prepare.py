@@ -61,6 +61,7 @@ def prepare(
     accumulate: int = 1,
     overlap: bool = True,
     patience: float | None = None,
+    check_replicas: int | None = None,
 ) -> tuple[Model, Opt]:
     """Shards `model` and re-bases `optimizer` on it, both in place; returns the same two objects.
 
@@ -89,6 +90,7 @@ def prepare(
         accumulate=accumulate,
         overlap=overlap,
         patience=patience,
+        check_replicas=check_replicas,
     )
     try:
         attach(model, optimizer, clip=clip, clip_value=clip_value, scheduler=scheduler, one_pass=one_pass)
@@ -115,6 +117,7 @@ def shard(
     accumulate: int = 1,
     overlap: bool = True,
     patience: float | None = None,
+    check_replicas: int | None = None,
 ) -> Model:
     """Places the model's states over the ranks as the stage says, in place; every rank starts from rank 0's weights.
 
@@ -141,6 +144,9 @@ def shard(
     patience      seconds for which a rank may keep the others waiting before all of them raise, naming it; by default
                   as long as the process group's own time-out allows. Ranks that do different things raise in seconds
                   in any case
+    check_replicas
+                  before every so many steps, compare what several ranks hold alike (whole parameters, copies across
+                  groups, buffers) bit by bit, and raise where one differs; off by default
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 64), stage=3)
@@ -155,13 +161,14 @@ def shard(
     _check_kinds(model, mesh, cost=cost, init=init)
     control = make_control(mesh, overlap=overlap)
     try:
-        agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate, patience))
+        agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate, patience, check_replicas))
         policy = agree(control, lambda: policy_of(precision))
         plan = agree(control, lambda: _plan(model, stage, cut, units, mesh, cost, live_bytes, device, policy))
         if load is not None:
             given = load
             agree(control, lambda: _choose_sources(model, plan, given, has_init=init is not None, control=control))
         numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
+        numbers += f", check_replicas={check_replicas}"
         settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}, {policy.summary}"
         check_same_on_all_ranks(control, fingerprint(plan.assigned, settings))
     except Exception:
@@ -181,6 +188,7 @@ def shard(
         overlap=overlap,
         precision=policy,
         patience=patience,
+        check_replicas=check_replicas,
     )
     StateDicts(engine)
     return model
@@ -310,8 +318,11 @@ def _check_kinds(model: nn.Module, mesh: DeviceMesh | None, **functions: object)
         raise ValueError(f"mesh: ranks must ascend along both dimensions, as init_device_mesh makes them, not {ranks}")
 
 
-def _check_numbers(live_bytes: int | None, buffer_bytes: int, accumulate: int, patience: float | None) -> None:
+def _check_numbers(
+    live_bytes: int | None, buffer_bytes: int, accumulate: int, patience: float | None, check_replicas: int | None
+) -> None:
     numbers = {"live_bytes": live_bytes, "buffer_bytes": buffer_bytes, "accumulate": accumulate}
+    numbers["check_replicas"] = check_replicas
     for name, number in numbers.items():
         if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
             raise TypeError(f"{name}={number!r} must be a whole number")
@@ -321,6 +332,8 @@ def _check_numbers(live_bytes: int | None, buffer_bytes: int, accumulate: int, p
         raise ValueError(f"buffer_bytes={buffer_bytes} is too small for a communication buffer; give at least 1024")
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate} must be the number of backwards in a step, at least 1")
+    if check_replicas is not None and check_replicas < 1:
+        raise ValueError(f"check_replicas={check_replicas} must be a number of steps, or None for never")
     if patience is not None and (not isinstance(patience, (int, float)) or not patience >= 5):
         raise ValueError(
             f"patience={patience!r} must be a number of seconds, at least 5; leave it out for the group's own time-out"

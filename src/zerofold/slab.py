@@ -193,6 +193,10 @@ class Slab:
         """The storage lives on between uses."""
         return not self.home.row.parameters.is_cut and self.comm.size > 1
 
+    def kept_view(self, index: int) -> Tensor:
+        """A parameter that lives on between uses, whatever the module shows of it now."""
+        return self._views[index]
+
     def kept_piece(self, index: int) -> Tensor | None:
         """This rank's piece of a 16-bit parameter that lives on beside its master."""
         if not (self.is_kept and self.dtypes.has_master):

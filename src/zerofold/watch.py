@@ -153,7 +153,7 @@ class Watch:
     def _run(self) -> None:
         # The store goes when torch.distributed ends, whether or not the model was closed.
         with contextlib.suppress(RuntimeError):
-            while not self._ended.wait(TICK_S) and dist.is_initialized():
+            while not self._ended.wait(TICK_S) and self._verdict is None and dist.is_initialized():
                 with self._lock:
                     self._tick()
 
@@ -192,6 +192,8 @@ class Watch:
         raws = self._read_all()
         accounts = _parse(raws)
         found = find_mismatch(accounts) or find_deadlock(accounts)
+        if found is not None and len(accounts) < len(self._ranks) and self._ticks < ANSWER_S / TICK_S:
+            return  # true already, but those who have yet to tell belong into the message
         if found is not None:
             self._judge(found)
             return
@@ -250,10 +252,9 @@ class Watch:
         for comm in self._comms.values():
             about, calls, key = comm.about, _copy(comm.calls), self._key(comm)
             seen = {call.position: _seen(call, comm) for call in calls}
-            count = max(seen, default=0)
             if about is not None:
                 seen[about.position] = _seen(about, comm)
-            groups[key] = Line(comm.global_ranks, count, seen)
+            groups[key] = Line(comm.global_ranks, max(seen, default=0), seen)
             handle, call = comm.latest, about or comm.blocked
             if call is None and not comm.is_gloo and handle is not None and not handle.is_finished():
                 call = handle.call  # the device cannot go on without it, and sooner or later the host waits for that
