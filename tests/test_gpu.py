@@ -186,3 +186,31 @@ def test_precisions_train_on_a_gpu(ranks: Any, world: int, stage: int, precision
         assert last < first - 0.5
         assert gap < 0.01  # rounding of weights below 4, and no more
         assert skipped <= (4 if precision == "fp16" else 0)
+
+
+def run_out_of_memory() -> tuple[str, float]:
+    """A forward whose activations do not fit what this process may have; then one that does."""
+    torch.cuda.set_per_process_memory_fraction(2 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
+        model, optimizer = zf.prepare(model, torch.optim.AdamW(model.parameters()), stage=3, units=torch.nn.Linear)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            model(torch.ones(2**19, 1024, device="cuda"))
+        caught.value.__traceback__ = None  # which keeps the activations
+        torch.cuda.empty_cache()
+        loss = model(torch.ones(4, 1024, device="cuda")).square().mean()
+        loss.backward()
+        optimizer.step()
+        note = caught.value.__notes__[0]
+        zf.close(model)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return note, loss.item()
+
+
+@needs_gpu
+def test_out_of_memory_tells_what_is_held(ranks: Any) -> None:
+    ((note, loss),) = ranks(1, run_out_of_memory)
+    assert "zerofold: out of memory on cuda:0" in note
+    assert "everything else of this process (activations, other models)" in note
+    assert loss == loss

@@ -44,6 +44,7 @@ ROOMS = [
     # The ledger reads its numbers off the engine; the rest of observe, which shows them, stands further down.
     "observe.ledger",
     "state_dicts",
+    "observe.out_of_memory",
     "optim",
     "access",
     "join",

@@ -9,6 +9,7 @@ from zerofold.checkpoint.whole import full_tensors
 from zerofold.comm import CommError, DivergenceError
 from zerofold.join import join
 from zerofold.loss_scale import LossScale, LossScaleError
+from zerofold.observe.out_of_memory import explain_oom
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
 from zerofold.precision import Precision
@@ -34,6 +35,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "close",
+    "explain_oom",
     "export",
     "full",
     "full_grad",

@@ -67,6 +67,7 @@ class Hooks:
         self._waiting: WeakSet[_UnitCall] = WeakSet()
         self._begun: list[_UnitCall] = []  # in this backward
         self._callback_queued = False
+        self.out_of_memory: Callable[[BaseException | None], None] = lambda error: None  # called with it
         self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
         # Backward may run inside a compiled training step, so what autograd calls is kept out of graphs as well.
         self._begins, self._ends = _untraced(self._begin_call), _untraced(self._end_call_once)
@@ -199,6 +200,8 @@ class Hooks:
         if isinstance(sys.exc_info()[1], CommError):
             self._running.clear()  # the forward has raised it, and waiting for what is under way would raise it again
             return None
+        if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
+            self.out_of_memory(sys.exc_info()[1])
         call = self._running.pop()
         awaits = self._await_backward(call, output)
         keep = torch.is_grad_enabled() and not awaits and output is not None and call.might_get_gradients()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
 from zerofold.engine import Engine
 from zerofold.groups import Groups, destroy, make_control, ranks_along
 from zerofold.materialise import Init, Materialiser, on_meta
+from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
 from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
@@ -174,22 +176,28 @@ def shard(
     except Exception:
         destroy(mesh, [control.group])
         raise
-    engine = Engine(
-        model,
-        plan.row,
-        plan.assigned,
-        plan.modules,
-        Groups.make(mesh, plan.row, control, plan.device),
-        plan.device,
-        materialiser=Materialiser(model, plan.modules, plan.device, init) if on_meta(model) else None,
-        live_bytes=live_bytes,
-        buffer_bytes=buffer_bytes,
-        accumulate=accumulate,
-        overlap=overlap,
-        precision=policy,
-        patience=patience,
-        check_replicas=check_replicas,
-    )
+    try:
+        engine = Engine(
+            model,
+            plan.row,
+            plan.assigned,
+            plan.modules,
+            Groups.make(mesh, plan.row, control, plan.device),
+            plan.device,
+            materialiser=Materialiser(model, plan.modules, plan.device, init) if on_meta(model) else None,
+            live_bytes=live_bytes,
+            buffer_bytes=buffer_bytes,
+            accumulate=accumulate,
+            overlap=overlap,
+            precision=policy,
+            patience=patience,
+            check_replicas=check_replicas,
+        )
+    except torch.OutOfMemoryError as error:
+        entries = [entry for entries in plan.assigned.values() for entry in entries]
+        add_note(error, f"{HEADING} while sharding. {Needs.of(entries, 2.0).advice(control.size)}")
+        raise
+    engine.hooks.out_of_memory = partial(_explain, engine)
     StateDicts(engine)
     return model
 
@@ -255,6 +263,11 @@ def _choose_sources(model: nn.Module, plan: _Plan, load: Load, *, has_init: bool
     contents = load if isinstance(load, Contents) else open_checkpoint(load)
     choose_sources(model, plan.assigned, contents, has_init=has_init, warns=control.rank == 0)
     load_buffers(model, contents, plan.device)
+
+
+def _explain(engine: Engine, error: BaseException | None) -> None:
+    if error is not None:
+        add_note(error, explain_out_of_memory(engine))
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,8 @@ class Training:
         while self.progress < 1:
             step_start = time.monotonic()
             lr = float(self.scheduler.get_last_lr()[0])
-            own_loss = self.step(step)
+            with zf.explain_oom(self.model):
+                own_loss = self.step(step)
             step += 1
             # Every rank needs rank 0's clock, or one could stop while another waits for it in a collective.
             done = self.options.progress(step, time.monotonic() - start)
