@@ -7,6 +7,8 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -48,27 +50,55 @@ class MoE(nn.Module):
         return self.head(x).square().mean()
 
 
+@contextmanager
+def timed() -> Iterator[None]:
+    """Puts the seconds in front of the error."""
+    start = time.monotonic()
+    try:
+        yield
+    except zf.CommError as error:
+        raise type(error)(f"{time.monotonic() - start:.1f} s: {error}") from error
+
+
+def seconds(error: str) -> float:
+    return float(error.split(": ")[1].removesuffix(" s"))
+
+
 def routed(odd_one_out: list[int]) -> None:
     """Two steps on the same experts, then rank 2 takes others. How it ends, and after how many seconds."""
     torch.manual_seed(0)
     model = MoE()
     model, optimizer = zf.prepare(model, torch.optim.AdamW(model.parameters()), stage=3, units=nn.Linear)
     for step in range(4):
-        model(torch.ones(2, WIDTH), odd_one_out if dist.get_rank() == 2 and step == 2 else [0, 1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with timed():
+            model(torch.ones(2, WIDTH), odd_one_out if dist.get_rank() == 2 and step == 2 else [0, 1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("odd_one_out", [[0, 3], [0]])
-def test_a_rank_that_routes_to_other_experts_is_named_on_all(ranks: Any, odd_one_out: list[int]) -> None:
-    ranks(4, dist.get_rank)  # the processes exist before the clock starts
-    start = time.monotonic()
-    said = ranks(4, routed, odd_one_out, expect_error=True)
-    assert time.monotonic() - start < 15
-    for rank, error in enumerate(said):
-        assert error.startswith(f"DivergenceError: rank {rank}: rank 2 called all_gather of 'blocks.0.experts."), error
+def test_a_rank_that_routes_to_other_experts_is_named_on_all(ranks: Any) -> None:
+    for rank, error in enumerate(ranks(4, routed, [0, 3], expect_error=True)):
+        assert f" s: rank {rank}: rank 2 called all_gather of 'blocks.0.experts.3' as call #" in error, error
+        assert error.startswith("DivergenceError: ")
         assert "while ranks 0, 1, 3 called all_gather of 'blocks." in error
         assert "every rank must run the same modules" in error
+        assert seconds(error) < 15
+
+
+def misbehave(odd: str, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    if odd == "step":
+        optimizer.step()
+    elif odd == "full_params":
+        with zf.full_params(model):
+            pass
+    elif odd == "attach":
+        model.extra = nn.Linear(8, 8)
+    elif odd == "slow":
+        time.sleep(4)
+    elif odd == "stop":
+        time.sleep(9)
+    elif odd == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(odd: str, stage: int, **settings: Any) -> int:
@@ -77,55 +107,33 @@ def train(odd: str, stage: int, **settings: Any) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = zf.prepare(model, optimizer, stage=stage, units=Block, **settings)
     for number, batch in enumerate(batches(4)):
-        if number == 2 and dist.get_rank() == 1:
-            if odd == "step":
-                optimizer.step()
-            elif odd == "full_params":
-                with zf.full_params(model):
-                    pass
-            elif odd == "attach":
-                model.extra = nn.Linear(8, 8)
-            elif odd == "evaluate":
-                with torch.no_grad():
-                    model(*batch)
-            elif odd == "sleep":
-                time.sleep(4)
-            elif odd == "stop":
-                time.sleep(14)
-            elif odd == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-        model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with timed():
+            if number == 2 and dist.get_rank() == 1:
+                misbehave(odd, model, optimizer, batch)
+            model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     zf.close(model)
     return sum(thread.name.startswith("zerofold") for thread in threading.enumerate())
 
 
 CASES = {
-    ("step", 3): (
-        "rank 1 waits in all_reduce of 'gradient norm'",
-        "wait in all_gather of 'the root'",
-        "optimizer.step",
-    ),
-    ("full_params", 0): ("rank 1 called all_reduce of 'full_params'", "called all_reduce of 'agreement'"),
+    ("step", 3): ("rank 1 waits in all_reduce of 'gradient norm'", "rank 0 waits in all_gather of 'the root'"),
+    ("full_params", 0): ("called all_reduce of 'full_params'", "called all_reduce of 'agreement'"),
     ("attach", 2): ("rank 1 waits in all_gather of 'set-up'", "was attached or unfrozen on some only"),
-    ("evaluate", 3): ("rank 1 called all_gather of 'the root'", "of the gather group while"),
 }
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_call_of_one_rank_alone_is_named_on_all(ranks: Any, case: tuple[str, int]) -> None:
-    ranks(2, dist.get_rank)
-    start = time.monotonic()
-    said = ranks(2, train, *case, expect_error=True)
-    assert time.monotonic() - start < 15
-    for error in said:
+    for error in ranks(2, train, *case, expect_error=True):
         assert error.startswith("DivergenceError: "), error
         assert all(part in error for part in CASES[case]), error
+        assert seconds(error) < 15
 
 
 def test_a_slow_rank_is_no_fault_and_no_thread_is_left(ranks: Any) -> None:
-    assert ranks(2, train, "sleep", 3) == [0, 0]
+    assert ranks(2, train, "slow", 3) == [0, 0]
 
 
 def train_and_note_warnings(**settings: Any) -> list[str]:
@@ -137,12 +145,12 @@ def train_and_note_warnings(**settings: Any) -> list[str]:
 
 
 def test_a_rank_that_stops_is_warned_of_and_then_raised(ranks: Any) -> None:
-    first, second = ranks(2, train_and_note_warnings, patience=11, expect_error=True)
+    first, second = ranks(2, train_and_note_warnings, patience=6, expect_error=True)
     for said in (first, second):  # the one that stopped is told when it comes back
-        assert "rank 1 has made no call for 1" in said
+        assert "rank 1 has made no call for " in said
         assert "test_faults.py" in said
         assert "rank 0 waits in all_gather of 'the root'" in said
-        assert "patience=11" in said
+        assert "patience=6" in said
     assert "| rank 0 waits: rank 1 has made no call for" in first
 
 
@@ -151,6 +159,7 @@ def test_a_rank_that_dies_is_named(ranks: Any) -> None:
     assert "ProcessDied" in dead
     for said in (first, last):
         assert said.startswith("CommError: ")
+        assert seconds(said) < 15
         assert "rank 1 does not answer any more: its process ended" in said
 
 

@@ -82,7 +82,7 @@ class Replicas:
                 if slab.is_kept and slab.dtypes.has_master and slab.layout.world == 1:
                     own = slab.shard[piece.shard_start : piece.shard_stop]
                     found[f"the fp32 master of '{entry.name}'", EVERYWHERE] = fingerprint_tensor(own)
-                if across is not None and slab.has_own_shard:
+                if across is not None:
                     own = slab.shard[piece.shard_start : piece.shard_stop]
                     found[f"parameter '{entry.name}'", place] = fingerprint_tensor(own, piece.start)
         for name, buffer in self._steady_buffers():

@@ -200,7 +200,7 @@ class Watch:
         assert self._stalled_since is not None
         can_answer = now - self._stalled_since > ANSWER_S
         silent = [rank for rank in self._ranks if can_answer and now - self._heard.get(rank, (b"", 0.0))[1] > ANSWER_S]
-        late = waiting >= WARN_AFTER_S and not self._warned
+        late = waiting >= min(WARN_AFTER_S, (self._patience or WARN_AFTER_S * 2) / 2) and not self._warned
         over = self._patience is not None and waiting >= self._patience
         stop = find_stop(accounts, silent, at_least=waiting - 2 * TICK_S) if late or over else None
         if stop is not None and over:
