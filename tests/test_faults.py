@@ -18,7 +18,7 @@ from tests.models import Block, batches, make_model
 from torch import Tensor, nn
 
 import zerofold as zf
-from zerofold.divergence import Account, Line, Seen, find_deadlock, find_mismatch, find_stop, who_is_gone
+from zerofold.divergence import Account, Line, Seen, find_deadlock, find_mismatch, find_stop, who_is_gone, who_is_idle
 
 WIDTH = 64
 
@@ -204,3 +204,12 @@ def test_a_rank_that_failed_before_is_not_taken_for_the_one_that_is_gone() -> No
     failed = account(0, ["a"], failed="connection closed")
     assert "rank 2 does not answer" in (who_is_gone(by_rank(failed), [0, 2]) or "")
     assert who_is_gone(by_rank(failed), [0]) is None
+
+
+def test_after_a_time_out_the_idle_rank_is_named() -> None:
+    failed, waiting = account(0, ["a"], failed="timed out"), account(1, ["a"], blocked=1, waiting=60.0)
+    assert who_is_idle(by_rank(failed, waiting)) is None
+    said = who_is_idle(by_rank(failed, waiting, account(2, [], where="train.py:7 in load")))
+    assert said is not None
+    assert said.startswith("rank 2 has made no call for")
+    assert "train.py:7 in load" in said

@@ -204,6 +204,13 @@ def who_is_gone(accounts: Accounts, silent: Iterable[int]) -> str | None:
     )
 
 
+def who_is_idle(accounts: Accounts) -> str | None:
+    """After a time-out: ranks that wait for nothing and call nothing."""
+    idle = [a for a in accounts.values() if a.blocked is None and not a.waiting and not a.failed]
+    told = "; ".join(_late(account.rank, account) for account in sorted(idle, key=lambda a: a.rank))
+    return f"{told}. Uneven data? See zf.join" if told else None
+
+
 def _ranks(ranks: Iterable[int]) -> str:
     listed = sorted(ranks)
     if len(listed) > 8:

@@ -36,6 +36,7 @@ from zerofold.divergence import (
     find_mismatch,
     find_stop,
     who_is_gone,
+    who_is_idle,
 )
 from zerofold.groups import Groups
 
@@ -118,6 +119,7 @@ class Watch:
                 accounts = _parse(self._read_all())
                 silent = set(self._ranks) - answered if self._verdict is None else set()
                 found = self._verdict or find_mismatch(accounts) or who_is_gone(accounts, silent)
+                found = found or who_is_idle(accounts)
                 if found is not None and self._verdict is None:
                     self._judge(found)
                 return f"because {found}" if found else ""
