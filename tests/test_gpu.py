@@ -214,3 +214,36 @@ def test_out_of_memory_tells_what_is_held(ranks: Any) -> None:
     assert "zerofold: out of memory on cuda:0" in note
     assert "everything else of this process (activations, other models)" in note
     assert loss == loss
+
+
+def saved_on_a_gpu(folder: str, device: str, stage: int, *, saves: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and weights of steps 3 to 6, after a save in the background or after loading it."""
+    model = make_model(key_bias=False).to(device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = zf.prepare(model, optimizer, stage=stage, precision="bf16" if device == "cuda" else "fp32")
+    data, losses = batches(6), []
+    if not saves:
+        zf.load(model, optimizer, folder)
+    for step in range(0 if saves else 3, 6):
+        if step == 3 and saves:
+            zf.stage(model, optimizer)
+            zf.save(model, optimizer, folder, background=True)
+        loss = model(*(t.to(device) for t in data[step]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = [zf.full(p).cpu() for p in model.parameters()]
+    zf.close(model)
+    return losses[-3:], found
+
+
+@needs_gpu
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 2), (2, 3)])
+def test_a_checkpoint_of_a_gpu_loads_there_and_on_the_cpu(ranks: Any, tmp_path: Any, world: int, stage: int) -> None:
+    expected, weights = ranks(world, saved_on_a_gpu, str(tmp_path), "cuda", stage, saves=True)[0]
+    losses, again = ranks(world, saved_on_a_gpu, str(tmp_path), "cuda", stage, saves=False)[0]
+    assert losses == expected
+    assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
+    losses, _ = ranks(world, saved_on_a_gpu, str(tmp_path), "cpu", 3, saves=False)[0]
+    assert losses == pytest.approx(expected, abs=0.05)
