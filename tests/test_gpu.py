@@ -195,7 +195,7 @@ def run_out_of_memory() -> tuple[str, float]:
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
         model, optimizer = zf.prepare(model, torch.optim.AdamW(model.parameters()), stage=3, units=torch.nn.Linear)
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            model(torch.ones(2**19, 1024, device="cuda"))
+            model(torch.ones(2**18, 1024, device="cuda"))  # 1 GiB, and as much for each layer
         caught.value.__traceback__ = None  # which keeps the activations
         torch.cuda.empty_cache()
         loss = model(torch.ones(4, 1024, device="cuda")).square().mean()
@@ -221,7 +221,7 @@ def saved_on_a_gpu(folder: str, device: str, stage: int, *, saves: bool) -> tupl
     model = make_model(key_bias=False).to(device)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = zf.prepare(model, optimizer, stage=stage, precision="bf16" if device == "cuda" else "fp32")
-    data, losses = batches(6), []
+    data, losses = list(batches(6)), []
     if not saves:
         zf.load(model, optimizer, folder)
     for step in range(0 if saves else 3, 6):
