@@ -9,6 +9,7 @@ from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
 from zerofold.precision import Precision
 from zerofold.prepare import attach, close, prepare, shard
+from zerofold.samples import Samples
 from zerofold.sharded import ShardedParameter
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "Precision",
+    "Samples",
     "Saving",
     "ShardedParameter",
     "attach",
