@@ -96,7 +96,7 @@ class Samples:
                 raise ValueError(f"{name}={number!r} must be a whole number of at least {least}")
         if drop_last and length < batch:
             raise ValueError(
-                f"{length} samples do not fill one batch of {batch}: use a smaller batch, or drop_last=False"
+                f"{length} samples do not fill a batch of {batch}: use a smaller batch, or drop_last=False"
             )
         self.length, self.batch, self.seed, self.shuffle, self.drop_last = length, batch, seed, shuffle, drop_last
         self.epoch = 0

@@ -94,8 +94,10 @@ def save(
     base = states.base_fingerprints(engine) if trainable_only else None
     total = torch.tensor([collected.layout.nbytes])
     control.all_reduce(total, unit="save").wait()
-    begun = agree(control, lambda: folders.begin(path, tag, int(total)) if control.rank == 0 else None)
-    name, folder = control.all_gather_objects(begun)[0]
+    begun = control.all_gather_objects(_begin(path, tag, int(total)) if control.rank == 0 else None)[0]
+    if isinstance(begun, str):  # the same kind of error on every rank
+        raise CheckpointError(begun)
+    name, folder = begun
     saving = Saving(path / name, collected.layout.nbytes, progress)
     job = _Job(engine, saving, folder, collected, base, keep)
     if not background:
@@ -180,6 +182,15 @@ def finish_saving(engine: Engine) -> None:
     saving, engine.saving = engine.saving, None
     if isinstance(saving, Saving):
         saving.wait()
+
+
+def _begin(path: Path, tag: str | None, nbytes: int) -> tuple[str, Path] | str:
+    try:
+        return folders.begin(path, tag, nbytes)
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
