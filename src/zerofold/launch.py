@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 # When a rank raises, its error may be the echo of another rank's sudden death, which is seen within this time.
 ECHO_S = 0.5
@@ -60,8 +61,17 @@ class Stopped(RuntimeError):
         self.signal_number = signal_number
 
 
+@dataclass
+class Grace:
+    """Time for the ranks to end by themselves after SIGTERM or Ctrl-C."""
+
+    seconds: float
+    signal_number: int | None = None
+    """The signal that came, if one did."""
+
+
 def run_ranks(
-    entry: Callable[..., Any], nproc: int, *args: Any, debug: bool = False, grace: float | None = None
+    entry: Callable[..., Any], nproc: int, *args: Any, debug: bool = False, grace: Grace | None = None
 ) -> list[Any]:
     """Run `entry(*args)` on `nproc` new processes of this machine; return what each rank returned.
 
@@ -70,7 +80,7 @@ def run_ranks(
     `RankFailed` tells the first failure; with `debug` its message ends in the full traceback.
 
     Ctrl-C kills the ranks and raises KeyboardInterrupt, SIGTERM does so and raises SystemExit. With `grace` the ranks
-    get SIGTERM instead, and so many seconds to return. A second Ctrl-C, or the end of that time, kills them and
+    get SIGTERM instead, and its seconds to return. A second Ctrl-C, or the end of that time, kills them and
     raises `Stopped`, as does a rank that fails meanwhile.
     """
     if nproc < 1:
@@ -104,7 +114,7 @@ class _Failure:
 class _Job:
     """The rank processes of one run."""
 
-    def __init__(self, grace: float | None) -> None:
+    def __init__(self, grace: Grace | None) -> None:
         self.results: dict[int, Any] = {}
         self.failures: list[_Failure] = []
         self._grace = grace
@@ -132,7 +142,9 @@ class _Job:
         if self._grace is None:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         if first:
-            self._deadline, self._tell_at = time.monotonic() + self._grace, time.monotonic() + PATIENCE_S
+            self._grace.signal_number = number
+            self._deadline = time.monotonic() + self._grace.seconds
+            self._tell_at = time.monotonic() + PATIENCE_S
             # SIGTERM whatever came: the terminal has sent its Ctrl-C to the ranks as well, and a second one ends them.
             for process in self._processes:
                 process.terminate()
@@ -182,15 +194,17 @@ class _Job:
                 (self.results[rank],) = answer
 
     def _check_signals(self) -> None:
+        if self._grace is None:
+            return
         if self._signals.count(signal.SIGINT) > 1:
             raise Stopped(signal.SIGINT, "ended at once by a second Ctrl-C")
-        now = time.monotonic()
+        now, allowed = time.monotonic(), f"{self._grace.seconds:g} s"
         if now > self._deadline:
             late = ", ".join(str(rank) for rank in sorted(self._pipes.values()))
-            raise Stopped(self._signals[0], f"rank {late} did not end within {self._grace:g} s and was killed")
+            raise Stopped(self._signals[0], f"rank {late} did not end within {allowed} and was killed")
         if now > self._tell_at:
             self._tell_at = float("inf")
-            print(f"waiting up to {self._grace:g} s for the ranks to end; Ctrl-C ends them at once", file=sys.stderr)
+            print(f"waiting up to {allowed} for the ranks to end; Ctrl-C ends them at once", file=sys.stderr)
 
     def kill(self) -> None:
         for process in self._processes:
@@ -227,14 +241,24 @@ def init_ranks(device_type: str | None = None) -> Iterator[Ranks]:
             raise RuntimeError(f"local rank {local_rank} has no GPU of its own, there are {gpus}: start fewer ranks")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **_meeting_point())
     else:
         torch.set_num_threads(max(1, usable_cores() // local_world))
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **_meeting_point())
     # Not in a `finally`: after an error the other ranks may be inside a collective, and leaving the group
     # could wait for them and hide the error. The process is about to end anyway.
     yield Ranks(rank, world, device)
     dist.destroy_process_group()
+
+
+def _meeting_point() -> dict[str, Any]:
+    """Where ranks find each other; after a restart not where they did before.
+
+    torchrun with its default rendezvous keeps the store over restarts, with the addresses of processes that are gone.
+    """
+    store, rank, world = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": world}
 
 
 def usable_cores() -> int:
@@ -277,9 +301,10 @@ def _serve(call: bytes, environment: dict[str, str], pipe: connection.Connection
         entry, args = pickle.loads(call)
         answer = pickle.dumps((entry(*args),))
     except Exception as error:
-        answer = pickle.dumps(_Failure(int(environment["RANK"]), _one_line(error), traceback.format_exc(), time.time()))
+        answer = pickle.dumps(_Failure(int(environment["RANK"]), one_line(error), traceback.format_exc(), time.time()))
     sys.stdout.flush()
-    pipe.send_bytes(answer)
+    with contextlib.suppress(BrokenPipeError):  # the launching process is gone
+        pipe.send_bytes(answer)
 
 
 @contextlib.contextmanager
@@ -312,6 +337,6 @@ def _how_it_ended(exit_code: int | None) -> str:
     return f"the process was ended by {name}"
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from zerofold.launch import RankFailed, Stopped, default_nproc, init_ranks, run_ranks
+from zerofold.launch import Grace, RankFailed, Stopped, default_nproc, init_ranks, one_line, run_ranks
 from zerofold.train.gpt import GPTConfig
 from zerofold.train.loop import Result, train
 from zerofold.train.options import DEFAULT_BATCH, DEFAULT_STEPS, TrainOptions
@@ -99,7 +99,7 @@ def train_command(
     given = {name for name in context.params if name not in ABOUT_THE_JOB and _is_given(context, name)}
     told = _Told(values=context.params, given=given, out=out, resume=resume)
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        _train_as_rank(told, nproc, device)
+        _train_as_rank(told, nproc, device, debug)
         return
     try:
         device_type = _device_type(device)
@@ -110,7 +110,7 @@ def train_command(
             raise ValueError("--max-restarts must be 0 or more, and --grace above 0")
     except ValueError as error:
         _fail(str(error), BAD_INPUT)
-    _report(options, _train_with_restarts(options, nproc, device_type, max_restarts, grace, debug))
+    _report(options, _train_with_restarts(options, nproc, device_type, max_restarts, Grace(grace), debug))
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -150,13 +150,16 @@ def _newest_run() -> Path | None:
 
 
 def _train_with_restarts(
-    options: TrainOptions, nproc: int, device_type: str, max_restarts: int, grace: float, debug: bool
+    options: TrainOptions, nproc: int, device_type: str, max_restarts: int, grace: Grace, debug: bool
 ) -> Result:
     last_failure: tuple[str, Path | None] | None = None
     for restart in range(max_restarts + 1):
         try:
             results: list[Result] = run_ranks(_train_on_rank, nproc, options, device_type, debug=debug, grace=grace)
-            return results[0]
+            if results[0].stopped_by is None:
+                return results[0]
+            # The ranks were passed SIGTERM, whatever came.
+            return replace(results[0], stopped_by=grace.signal_number or results[0].stopped_by)
         except RankFailed as error:
             _give_the_cursor_back()
             failure = (str(error), options.last_checkpoint)
@@ -180,34 +183,42 @@ def _train_on_rank(options: TrainOptions, device_type: str) -> Result:
         return train(options, rank, world, device)
 
 
-def _train_as_rank(told: _Told, nproc: int | None, device: str) -> None:
+def _train_as_rank(told: _Told, nproc: int | None, device: str, debug: bool) -> None:
     """This process is a rank already: torchrun (or srun) has started it."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if restarted and told.resume is None:
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and told.resume is None:
         told.resume = AUTO
-    with init_ranks(_device_type(device)) as (rank, world, where):
-        # Rank 0 looks at folders and at the clock, and the others take its word.
-        word: list[Any] = [None]
+    rank = int(os.environ["RANK"])
+    try:
+        with init_ranks(_device_type(device)) as (_, world, where):
+            # Rank 0 looks at folders and at the clock, and the others take its word.
+            word: list[Any] = [_options_or_error(told, nproc, world) if rank == 0 else None]
+            dist.broadcast_object_list(word, src=0)
+            (options,) = word
+            if isinstance(options, TrainOptions):
+                result = train(options, rank, world, where)
+    except Exception as error:
+        if debug:
+            raise
+        _fail(f"rank {rank}: {one_line(error)} (--debug shows the traceback)", 1)
+    if not isinstance(options, TrainOptions):
         if rank == 0:
-            try:
-                if nproc not in (None, world):
-                    raise ValueError(f"--nproc {nproc}, but {world} processes were started already: leave it out")
-                may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-                if may_restart and told.out is None and told.resume in (None, AUTO):
-                    raise ValueError("with restarts the run needs a folder that stays the same: name one with --out")
-                word = [told.options()]
-                word[0].shares(world)
-            except ValueError as error:
-                word = [str(error)]
-        dist.broadcast_object_list(word, src=0)
-        (options,) = word
-        if isinstance(options, str):
-            if rank == 0:
-                typer.echo(f"error: {options}", err=True)
-            raise typer.Exit(BAD_INPUT)
-        result = train(options, rank, world, where)
-    if rank == 0 or result.stopped_by is not None:
-        _report(options, result, quiet=rank != 0)
+            _fail(options, BAD_INPUT)
+        raise typer.Exit(BAD_INPUT)
+    _report(options, result, quiet=rank != 0)
+
+
+def _options_or_error(told: _Told, nproc: int | None, world: int) -> TrainOptions | str:
+    try:
+        if nproc not in (None, world):
+            raise ValueError(f"--nproc {nproc}, but {world} processes were started already: leave it out")
+        may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+        if may_restart and told.out is None and told.resume in (None, AUTO):
+            raise ValueError("with restarts the run needs a folder that stays the same: name one with --out")
+        options = told.options()
+        options.shares(world)
+    except ValueError as error:
+        return str(error)
+    return options
 
 
 def _report(options: TrainOptions, result: Result, *, quiet: bool = False) -> None:

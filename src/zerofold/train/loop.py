@@ -256,11 +256,12 @@ class Training:
         micro, ranks, accumulate = self.shares
         many = f" x {accumulate} batches" if accumulate > 1 else ""
         went_on = f", going on after step {self.state.step}" if self.state.step else ""
+        of_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}"
         return (
             f"Training a GPT of {millions:.1f}M parameters on {megabytes:.1f} MB of Python source: "
-            f"stage {self.options.stage}, {self.options.precision}, {self.world} "
-            f"rank{'s' if self.world > 1 else ''} on {self.device.type}, {math.prod(self.shares)} sequences a step "
-            f"({micro} x {ranks} ranks{many}){went_on}. Run folder: {self.options.out}"
+            f"stage {self.options.stage}, {self.options.precision}, {of_ranks} on {self.device.type}, "
+            f"{math.prod(self.shares)} sequences a step ({micro} x {of_ranks}{many}){went_on}. "
+            f"Run folder: {self.options.out}"
         )
 
 
