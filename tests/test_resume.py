@@ -2,7 +2,13 @@
 
 import json
 import os
+import re
+import resource
 import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ranks import RankPool, raised
-from zerofold.checkpoint.native import read_native
+from zerofold.checkpoint.manifest import candidates
+from zerofold.checkpoint.native import read_native, verify_native
 from zerofold.train.gpt import GPTConfig
 from zerofold.train.loop import Result, Training, train
 from zerofold.train.options import TrainOptions
@@ -26,7 +33,7 @@ class Crash(Exception):
 
 def run_tiny(out: Path, crash_after: int | None = None, signalled_after: int | None = None, **options: Any) -> Result:
     """A run in which all ranks crash, or the last one gets SIGTERM, in the step after the one given."""
-    given = {"plain": True, "sample_bytes": 4, "validate_every": 8, "steps": 24, "lr": 1e-2} | options
+    given = {"plain": True, "sample_bytes": 4, "validate_every": 8, "steps": 16, "lr": 1e-2} | options
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = Training.step
 
@@ -62,7 +69,7 @@ def tensors_of(out: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 1, "precision": "bf16"}, {"precision": "fp16"}], ids=str)
+@pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 1, "precision": "fp16"}], ids=str)
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     ranks: RankPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -75,22 +82,22 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
         file.write('{"step": 10, "loss": 1.0}\n{"step": 10')  # as a kill in the middle of a line leaves it
     second = ranks(2, run_tiny, cut, resume=True, **options)[0]
     assert (second.loss, second.validation_loss, second.sample) == (first.loss, first.validation_loss, first.sample)
-    assert (second.first_loss, second.steps, second.tokens) == (first.first_loss, 24, first.tokens)
+    assert (second.first_loss, second.steps, second.tokens) == (first.first_loss, 16, first.tokens)
     assert metrics_of(cut) == metrics_of(whole)
     expected, found = tensors_of(whole), tensors_of(cut)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
 def test_it_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
     options = {"global_batch": 8, "at_once": 2, "save_every": 5}
     whole = ranks(before, run_tiny, tmp_path / "whole", **options)[0]
-    ranks(before, raised, run_tiny, tmp_path / "cut", crash_after=13, **options)
+    ranks(before, raised, run_tiny, tmp_path / "cut", crash_after=11, **options)
     resumed = ranks(after, run_tiny, tmp_path / "cut", resume=True, **options)[0]
-    assert resumed.steps == whole.steps == 24
+    assert resumed.steps == whole.steps == 16
     expected, found = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "cut")
-    assert [line["step"] for line in found] == [10, 20, 24]
+    assert [line["step"] for line in found] == [10, 16]
     for one, other in zip(expected, found, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
         assert other["tokens"] == one["tokens"]
@@ -106,7 +113,74 @@ def test_a_signal_to_any_rank_stops_all_at_one_step_with_a_checkpoint(ranks: Ran
     resumed = ranks(2, run_tiny, tmp_path / "cut", batch=2, resume=True)[0]
     assert (resumed.stopped_by, resumed.loss, resumed.validation_loss) == (None, whole.loss, whole.validation_loss)
     again = ranks(2, run_tiny, tmp_path / "cut", batch=2, resume=True)[0]  # it is complete: nothing is left to do
-    assert (again.steps, again.loss, again.sample) == (24, whole.loss, whole.sample)
+    assert (again.steps, again.loss, again.sample) == (16, whole.loss, whole.sample)
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
+    """A file system of its own in `folder`, and a function that mounts it again with other options."""
+
+    def mount(options: str) -> None:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True)
+        if done.returncode:
+            pytest.skip("mounting needs root")
+
+    folder.mkdir(parents=True)
+    mount(f"size={size}")
+    try:
+        yield lambda options: mount(f"remount,{options}")
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(("trouble", "message"), [("full", "needs .* the disk has .* left"), ("ro", "read-only")])
+def test_a_disk_that_refuses_leaves_the_run_and_its_checkpoints(
+    ranks: RankPool, tmp_path: Path, trouble: str, message: str
+) -> None:
+    out, options = tmp_path / "run", {"batch": 2, "save_every": 6}
+    with small_disk(out / "checkpoints", size="1500k" if trouble == "full" else "4m") as again:
+        if trouble == "ro":
+            ranks(2, run_tiny, out, **options | {"steps": 6})
+            again("ro")
+        # Said at the save on the way, raised by the last one, on every rank.
+        for error in ranks(2, raised, run_tiny, out, **options | {"resume": True}):
+            assert re.match(f"CheckpointError: .*{message}", error)
+        assert not any(verify_native(each) for each in candidates(out / "checkpoints"))
+        again("size=8m,rw")
+        resumed = ranks(2, run_tiny, out, **options | {"resume": True})[0]
+    whole = ranks(2, run_tiny, tmp_path / "whole", batch=2, save_every=0)[0]
+    assert (resumed.steps, resumed.checkpoint) == (16, out / "checkpoints" / "step-00000016")
+    if trouble == "full":  # the other one was a run of 6 steps first, with learning rates of its own
+        assert resumed.loss == whole.loss
+
+
+def with_small_files(out: Path, **options: Any) -> tuple[int, str]:
+    """A run in which files cannot grow from step 7 to 12; its steps and its output."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole, output = Training.step, StringIO()
+
+    def step(training: Training) -> torch.Tensor:
+        limit = 4096 if 7 <= training.state.step < 12 else before[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        return whole(training)
+
+    Training.step = step  # type: ignore[method-assign]
+    try:
+        with redirect_stdout(output):
+            result = run_tiny(out, **options)
+    finally:
+        Training.step = whole  # type: ignore[method-assign]
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return result.steps, output.getvalue()
+
+
+def test_a_save_that_fails_in_the_background_is_said_and_tried_again(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks(2, with_small_files, tmp_path / "run", batch=2, save_every=5)
+    assert (first[0], second[0]) == (16, 16)
+    assert re.search("No checkpoint: rank 0: .*safetensors.*: File too large", first[1])
+    assert second[1] == ""
+    names = sorted(each.name for each in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000015", "step-00000016"]
 
 
 def test_accumulating_gives_the_losses_of_larger_batches(ranks: RankPool, tmp_path: Path) -> None:
