@@ -163,6 +163,8 @@ def live_and_die(run: Run, tally: Tally, kills: int) -> bool:
     while not ended(processes):
         time.sleep(0.002)
         if time.monotonic() - killed_at > ENDS_WITHIN_S + (0 if was_killed else LONGEST_RUN_S):
+            for process in [each for each, code in processes.items() if code is None]:
+                os.kill(process, signal.SIGKILL)
             raise RuntimeError(f"a rank does not end:\n{run.log.read_text()[-3000:]}")
     if was_killed:
         tally.longest_end_s = max(tally.longest_end_s, time.monotonic() - killed_at)

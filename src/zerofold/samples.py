@@ -100,6 +100,7 @@ class Samples:
             )
         self.length, self.batch, self.seed, self.shuffle, self.drop_last = length, batch, seed, shuffle, drop_last
         self.epoch = 0
+        self.steps = 0  # taken since the very beginning
         self._sample = 0  # in the epoch, the first one of the next step
         self._micro, self._rank, self._ranks = micro, rank, ranks
         self._orders: dict[int, numpy.ndarray] = {}
@@ -123,6 +124,7 @@ class Samples:
     def step(self) -> None:
         """The next step was taken: its samples have been trained on."""
         self.epoch, self._sample = self._after(self.epoch, self._sample)
+        self.steps += 1
         self._given = 0
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -148,7 +150,7 @@ class Samples:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next step begins, the same on all ranks, and what the order depends on."""
-        return {"epoch": self.epoch, "sample": self._sample, **self._order()}
+        return {"epoch": self.epoch, "sample": self._sample, "steps": self.steps, **self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the state was taken. The number of ranks and the batch may be others; the order may not."""
@@ -158,7 +160,7 @@ class Samples:
                     f"the position was saved with {name}={state.get(name)!r}, and here it is {here!r}: the order "
                     f"of the samples would be another. Use {name}={state.get(name)!r}, or leave data= out to begin anew"
                 )
-        self.epoch, self._sample = int(state["epoch"]), int(state["sample"])
+        self.epoch, self._sample, self.steps = int(state["epoch"]), int(state["sample"]), int(state["steps"])
         self._given = 0
         if self.drop_last and self.length - self._sample < self.batch:  # the batch has grown since
             self.epoch, self._sample = self.epoch + 1, 0
