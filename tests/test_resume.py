@@ -230,6 +230,8 @@ def test_a_run_goes_on_with_its_own_options(ranks: RankPool, tmp_path: Path) -> 
     ranks(1, run_tiny, tmp_path / "run", steps=2, seed=3, batch=2)
     options = TrainOptions.of_run(tmp_path / "run", {"steps": 9, "layers": 2})
     assert (options.seed, options.steps, options.gpt, options.global_batch, options.resume) == (3, 9, TINY, 2, True)
+    more = TrainOptions.of_run(tmp_path / "run", {"batch": 8, "accumulate": 4})  # as it was begun, on more ranks
+    assert tuple(more.shares(2)) == (1, 2, 1)
     with pytest.raises(ValueError, match="has seed 3, not 4: leave it out, or begin a new run"):
         TrainOptions.of_run(tmp_path / "run", {"seed": 4})
     with pytest.raises(ValueError, match="has layers 2, not 5"):

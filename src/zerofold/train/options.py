@@ -141,5 +141,8 @@ class TrainOptions:
             before = config["gpt"].get(name, saved.get(name))
             if name not in CHANGEABLE and value != before:
                 raise ValueError(f"the run in {run} has {name} {before}, not {value}: leave it out, or begin a new run")
-        changed = {name: value for name, value in given.items() if name in CHANGEABLE}
+        changed = {name: value for name, value in given.items() if name in CHANGEABLE - {"batch", "accumulate"}}
+        # The same command may be given for another number of ranks: the global batch stays, and this one is a bound.
+        if given.get("batch") is not None:
+            changed["at_once"] = given["batch"]
         return cls(**{**saved, "gpt": gpt, **changed, "out": run, "resume": True})
