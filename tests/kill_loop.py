@@ -221,7 +221,7 @@ def main() -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     text = loop.library_source()[: 2**20]
     loop.library_source = lambda: text  # type: ignore[attr-defined]
-    save.MEETING = timedelta(seconds=5)  # nobody ends a rank that waits for one that was killed while they connect
+    save.MEETING = timedelta(seconds=2)  # nobody ends a rank that waits for one that was killed while they connect
     folder = Path(tempfile.mkdtemp(prefix="zerofold-kill-"))
     start = time.monotonic()
     tally = kill_loop(options.kills, options.seed, folder)

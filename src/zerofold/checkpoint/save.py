@@ -26,7 +26,8 @@ from zerofold.checkpoint.plain import encode
 from zerofold.checkpoint.staging import Snapshot, Staging
 from zerofold.engine import Engine
 
-MEETING = timedelta(minutes=2)  # for ranks to connect, before the first save in the background
+# For ranks to connect before the first save in the background; gloo waits five times as long for one that has died.
+MEETING = timedelta(minutes=1)
 _LONGEST_WRITE = timedelta(hours=6)  # by which ranks may be apart; one that dies is noticed at once all the same
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
