@@ -30,7 +30,12 @@ def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     "command",
-    [["train"], ["verify"], *(["bench", name] for name in ("step", "update", "mixed", "memory", "precision"))],
+    [
+        ["train"],
+        ["verify"],
+        *(["bench", name] for name in ("step", "update", "mixed", "memory", "precision")),
+        *(["checkpoint", name] for name in ("inspect", "verify", "export", "diff")),
+    ],
 )
 def test_help_has_an_example(command: list[str]) -> None:
     code, output = run(*command, "--help")

@@ -93,6 +93,10 @@ def prepare_badly(case: str) -> None:
         settings |= {"cut": "whole", "cost": lambda p: None}
     elif case == "twisted mesh":
         settings |= {"stage": "hsdp", "mesh": DeviceMesh("cpu", [[1], [0]])}
+    elif case == "impatient":
+        settings["patience"] = 1
+    elif case == "replicas":
+        settings["check_replicas"] = 0
     elif case == "failed before":
         model.positions.extra = nn.Parameter(torch.empty(3, device="meta"))
         with contextlib.suppress(ValueError):
@@ -167,6 +171,8 @@ CASES = {
     "dtype": ("precision=torch.bfloat16 does not exist", "zf.Precision"),
     "kept nothing": ("keep='nrom*' matches no module and no parameter", ""),
     "moments of amsgrad": ("bf16 moments or masters", "it has no amsgrad=True"),
+    "impatient": ("patience=1 must be a number of seconds, at least 5", "leave it out"),
+    "replicas": ("check_replicas=0 must be a number of steps", "or None for never"),
     "two clips": ("clip= and clip_value= are two ways to clip", "give one of them"),
     "scheduler": ("scheduler must be a learning-rate scheduler, not str", ""),
     "lbfgs by owner": ("LBFGS does not work parameter by parameter", "use stage 0"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from tests.models import batches, largest_difference, make_model
 from tests.test_precision import rows_against_by_hand
 from torch.distributed.device_mesh import init_device_mesh
@@ -101,6 +103,35 @@ def test_a_model_on_the_meta_device_goes_to_the_gpu(ranks: Any) -> None:
     assert ranks(2, from_meta_to_the_gpu) == [("cuda", True)] * 2
 
 
+def loaded_and_exported(folder: Path, device: str, stage: int, precision: str | None) -> bool:
+    """A folder read onto the device, written again, and the tensors in between: all the same bits."""
+    expected = make_model().state_dict()
+    if dist.get_rank() == 0:
+        save_file(expected, folder / "model.safetensors")
+    dist.barrier()
+    with torch.device("meta"):
+        model = make_model()
+    zf.shard(model, stage=stage, precision=precision, device=device, load=folder)
+    streamed = dict(zf.full_tensors(model))
+    zf.export(model, folder / "out")
+    (batch,) = batches(1)
+    model(*(t.to(device) for t in batch)).backward()
+    zf.close(model)
+    written = load_file(folder / "out" / "model.safetensors")
+    on_device = all(tensor.device.type == device for tensor in streamed.values())
+    same = all(torch.equal(streamed[n].cpu(), t) and torch.equal(written[n], t) for n, t in expected.items())
+    return on_device and same
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 2), (2, 3)])
+def test_weights_go_from_a_folder_to_the_gpu_and_back(
+    ranks: Any, tmp_path: Path, world: int, stage: int, precision: str | None
+) -> None:
+    assert ranks(world, loaded_and_exported, tmp_path, "cuda", stage, precision) == [True] * world
+
+
 @needs_gpu
 @pytest.mark.parametrize("world", [1, 2])
 def test_bf16_on_masters_equals_by_hand_on_a_gpu(ranks: Any, world: int) -> None:
@@ -155,3 +186,64 @@ def test_precisions_train_on_a_gpu(ranks: Any, world: int, stage: int, precision
         assert last < first - 0.5
         assert gap < 0.01  # rounding of weights below 4, and no more
         assert skipped <= (4 if precision == "fp16" else 0)
+
+
+def run_out_of_memory() -> tuple[str, float]:
+    """A forward whose activations do not fit what this process may have; then one that does."""
+    torch.cuda.set_per_process_memory_fraction(2 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
+        model, optimizer = zf.prepare(model, torch.optim.AdamW(model.parameters()), stage=3, units=torch.nn.Linear)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            model(torch.ones(2**19, 1024, device="cuda"))
+        caught.value.__traceback__ = None  # which keeps the activations
+        torch.cuda.empty_cache()
+        loss = model(torch.ones(4, 1024, device="cuda")).square().mean()
+        loss.backward()
+        optimizer.step()
+        note = caught.value.__notes__[0]
+        zf.close(model)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return note, loss.item()
+
+
+@needs_gpu
+def test_out_of_memory_tells_what_is_held(ranks: Any) -> None:
+    ((note, loss),) = ranks(1, run_out_of_memory)
+    assert "zerofold: out of memory on cuda:0" in note
+    assert "everything else of this process (activations, other models)" in note
+    assert loss == loss
+
+
+def saved_on_a_gpu(folder: str, device: str, stage: int, *, saves: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and weights of steps 3 to 6, after a save in the background or after loading it."""
+    model = make_model(key_bias=False).to(device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = zf.prepare(model, optimizer, stage=stage, precision="bf16" if device == "cuda" else "fp32")
+    data, losses = batches(6), []
+    if not saves:
+        zf.load(model, optimizer, folder)
+    for step in range(0 if saves else 3, 6):
+        if step == 3 and saves:
+            zf.stage(model, optimizer)
+            zf.save(model, optimizer, folder, background=True)
+        loss = model(*(t.to(device) for t in data[step]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = [zf.full(p).cpu() for p in model.parameters()]
+    zf.close(model)
+    return losses[-3:], found
+
+
+@needs_gpu
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 2), (2, 3)])
+def test_a_checkpoint_of_a_gpu_loads_there_and_on_the_cpu(ranks: Any, tmp_path: Any, world: int, stage: int) -> None:
+    expected, weights = ranks(world, saved_on_a_gpu, str(tmp_path), "cuda", stage, saves=True)[0]
+    losses, again = ranks(world, saved_on_a_gpu, str(tmp_path), "cuda", stage, saves=False)[0]
+    assert losses == expected
+    assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
+    losses, _ = ranks(world, saved_on_a_gpu, str(tmp_path), "cpu", 3, saves=False)[0]
+    assert losses == pytest.approx(expected, abs=0.05)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
-from zerofold.layout import FlatLayout
+from zerofold.layout import Box, FlatLayout, boxes
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
@@ -48,3 +49,15 @@ def _elements(layout: FlatLayout, rank: int, index: int) -> range:
     if piece.size:  # the shard range must be the one this flat range falls into
         assert layout.bounds[rank] + piece.shard_start == layout.offsets[index] + piece.start
     return range(piece.start, piece.stop)
+
+
+def test_a_flat_range_is_a_few_boxes() -> None:
+    shape = (3, 4, 5)
+    grid = torch.arange(60).view(shape)
+    for start, stop in itertools.combinations(range(61), 2):
+        found = list(boxes(shape, start, stop))
+        inside = [tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True)) for box in found]
+        assert torch.cat([grid[each].reshape(-1) for each in inside]).tolist() == list(range(start, stop))
+        assert [box.start for box in found] == [start, *(box.stop for box in found[:-1])]
+        assert len(found) <= 5
+    assert list(boxes((), 0, 1)) == [Box((), (), 0)]

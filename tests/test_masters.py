@@ -249,7 +249,7 @@ def alone(stage: int) -> dict[str, Any]:
     if stage < 3:
         penalty = sum(p.float().pow(2).sum() for p in model.parameters())
         (model(*batch) + penalty).backward()
-        state = model.state_dict()
+        state = {name: p.detach() for name, p in model.named_parameters()}
         model(*batch)
         optimizer.step()
         found["alias"] = all(torch.equal(state[name], p) for name, p in model.named_parameters())

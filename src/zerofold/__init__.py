@@ -2,13 +2,19 @@
 
 from zerofold.access import clip_grad_norm_, clip_grad_value_, full, full_grad, full_params, last_step, ledger, no_sync
 from zerofold.checkpoint.contents import CheckpointError
+from zerofold.checkpoint.export import export
 from zerofold.checkpoint.load import load
 from zerofold.checkpoint.save import Saving, save, stage
+from zerofold.checkpoint.whole import full_tensors
+from zerofold.comm import CommError, DivergenceError
+from zerofold.join import join
 from zerofold.loss_scale import LossScale, LossScaleError
+from zerofold.observe.out_of_memory import explain_oom
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
 from zerofold.precision import Precision
 from zerofold.prepare import attach, close, prepare, shard
+from zerofold.replicas import ReplicaError
 from zerofold.samples import Samples
 from zerofold.sharded import ShardedParameter
 
@@ -17,10 +23,13 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "CheckpointError",
+    "CommError",
+    "DivergenceError",
     "Lion",
     "LossScale",
     "LossScaleError",
     "Precision",
+    "ReplicaError",
     "Samples",
     "Saving",
     "ShardedParameter",
@@ -28,9 +37,13 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "close",
+    "explain_oom",
+    "export",
     "full",
     "full_grad",
     "full_params",
+    "full_tensors",
+    "join",
     "last_step",
     "ledger",
     "load",

@@ -30,7 +30,8 @@ def fingerprint(assigned: dict[str, list[Entry]], settings: str) -> list[str]:
         for entry in entries:
             p = entry.parameter
             kind = f"{tuple(p.shape)} {p.dtype} {entry.dtypes} {'trainable' if p.requires_grad else 'frozen'}"
-            lines.append(f"{entry.name} {kind} in unit '{unit}', owner {entry.owner}")
+            origin = "" if entry.source is None else ", from a file"
+            lines.append(f"{entry.name} {kind} in unit '{unit}', owner {entry.owner}{origin}")
     return lines
 
 

@@ -22,6 +22,7 @@ class Buffers:
 
     def __init__(self, model: nn.Module, everyone: Comm) -> None:
         self._everyone = everyone
+        self.source = 0  # the rank that the others follow
         self.holders: dict[nn.Module, str] = {}
         self._seen: dict[nn.Module, Seen] = {}
         self.look(model)
@@ -47,7 +48,7 @@ class Buffers:
                 continue
             for buffer, _ in _of(module):
                 sent = buffer.contiguous()
-                self._everyone.broadcast(_as_bytes(sent), 0, unit=name).wait()
+                self._everyone.broadcast(_as_bytes(sent), self.source, unit=name).wait()
                 if sent is not buffer:
                     buffer.copy_(sent)
             self._seen[module] = _of(module)

@@ -19,8 +19,10 @@ def build_app() -> typer.Typer:
     from zerofold.bench.memory import bench_memory_command
     from zerofold.bench.mixed import bench_mixed_command
     from zerofold.bench.precision import bench_precision_command
+    from zerofold.bench.save import bench_save_command
     from zerofold.bench.step import bench_step_command
     from zerofold.bench.update import bench_update_command
+    from zerofold.checkpoint.commands import checkpoint_app
     from zerofold.train.command import train_command
     from zerofold.verify import verify_command
 
@@ -37,11 +39,13 @@ def build_app() -> typer.Typer:
     app.command("verify")(verify_command)
     bench_app = typer.Typer(help="Measure side by side with other engines.", no_args_is_help=True)
     bench_app.command("step")(bench_step_command)
+    bench_app.command("save")(bench_save_command)
     bench_app.command("update")(bench_update_command)
     bench_app.command("mixed")(bench_mixed_command)
     bench_app.command("memory")(bench_memory_command)
     bench_app.command("precision")(bench_precision_command)
     app.add_typer(bench_app, name="bench")
+    app.add_typer(checkpoint_app(), name="checkpoint")
     return app
 
 

@@ -9,11 +9,14 @@ All calls go through `dist.<name>` so that counters and debuggers outside see th
 
 from __future__ import annotations
 
+import pickle
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from datetime import timedelta
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,11 +27,48 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
+# How long a rank sleeps in a collective before it looks whether the ranks have diverged. gloo can be waited for in
+# slices; asking again after one that was too short costs nothing and breaks nothing.
+_SLICE = timedelta(seconds=0.5)
+_REMEMBERED = 64
+
+
 class CommError(RuntimeError):
-    """A collective failed; the message names the operation, the unit, the rank and what was called last."""
+    """A collective failed; the message names the operation, the unit, the rank and what was called last.
+
+    >>> import zerofold as zf
+    >>> issubclass(zf.CommError, RuntimeError)
+    True
+    """
 
 
-@dataclass
+class DivergenceError(CommError):
+    """The ranks do different things, or one keeps the others waiting beyond `patience`; the message names them, the
+    modules and the collectives. All ranks raise it, and the model can only be built again.
+
+    >>> import zerofold as zf
+    >>> issubclass(zf.DivergenceError, zf.CommError)
+    True
+    """
+
+
+class Watcher(Protocol):
+    """Whoever knows what the other ranks do (`watch`)."""
+
+    def look(self) -> None:
+        """Raises what it has found out."""
+
+    def explain(self, cause: str) -> str:
+        """Why a call failed, from what the other ranks tell; takes seconds."""
+
+    def compare(self) -> str | None:
+        """Which calls differ between ranks; all of them must ask."""
+
+    def confirm(self, comm: Comm, call: Call) -> None:
+        """Returns when all ranks are about to make the same call."""
+
+
+@dataclass(slots=True)
 class Call:
     """One remembered call: what, for which unit, how much, and whether it has finished."""
 
@@ -37,6 +77,10 @@ class Call:
     unit: str
     elements: int
     done: bool = False
+    position: int = 0  # among the calls of its group: the same call has the same one on every rank
+    nbytes: int = 0  # of the whole, the same on every rank
+    root: int | None = None  # who sends, where one rank alone does
+    started: float = 0.0  # on time.monotonic()'s clock
 
     def __str__(self) -> str:
         return f"#{self.number} {self.operation}({self.unit}, {self.elements}){'' if self.done else ' unfinished'}"
@@ -53,15 +97,17 @@ class Traffic:
     elements: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     bytes: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     group_bytes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
+    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     number: int = 0
+    last_started: float = 0.0  # on time.monotonic()'s clock
 
     def record(self, operation: str, unit: str, group: str, sent: float, itemsize: int) -> Call:
         self.number += 1
         self.elements[operation, unit] += sent
         self.bytes[operation, unit] += sent * itemsize
         self.group_bytes[group] += sent * itemsize
-        call = Call(self.number, operation, unit, round(sent))
+        self.last_started = time.monotonic()
+        call = Call(self.number, operation, unit, round(sent), started=self.last_started)
         self.calls.append(call)
         return call
 
@@ -78,20 +124,65 @@ class Traffic:
         return ", ".join(str(call) for call in list(self.calls)[-count:])
 
 
+class Custom:
+    """Which call has followed which; one that is new in its place is confirmed with the other ranks before it starts.
+
+    A rank that goes another way than the others goes another way than itself the last time. It is found before its call
+    meets a different one of the others: of two broadcasts of different sizes gloo makes a crash, NCCL wrong numbers.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[Any, Any], Any] = {}
+        self._before: tuple[Any, Any] = (None, None)
+
+    def breaks_with(self, call: Call) -> bool:
+        """Also takes the call in."""
+        mark = (call.operation, call.unit, call.nbytes, call.root)
+        is_new = self._next.get(self._before) != mark
+        self._next[self._before] = mark
+        self._before = self._before[1], mark
+        return is_new
+
+
 class Handle:
     """An operation under way. `wait` returns when its result may be used on the current stream."""
 
     def __init__(self, comm: Comm, call: Call, works: Sequence[Any]) -> None:
-        self._comm, self._call, self._works = comm, call, works
+        self._comm, self.call, self._works = comm, call, works
 
     def wait(self) -> None:
         try:
             for work in self._works:
-                work.wait()
+                self._wait_for(work)
+        except DivergenceError:
+            raise
         except RuntimeError as error:
-            raise self._comm.failure(self._call, error) from error
-        self._works = ()
-        self._call.done = True
+            raise self._comm.failure(self.call, error) from error
+        if self._comm.is_gloo:  # others order the stream and go on: their work may be under way still
+            self._works = ()
+        self.call.done = True
+
+    def is_finished(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def _wait_for(self, work: Any) -> None:
+        comm = self._comm
+        if comm.watcher is None or not comm.is_gloo:
+            work.wait()
+            return
+        try:
+            while True:
+                try:
+                    work.wait(_SLICE)
+                    return
+                except RuntimeError:
+                    if work.is_completed():  # it has failed, or come at the last moment: asking again tells
+                        work.wait()
+                        return
+                comm.blocked = self.call
+                comm.watcher.look()
+        finally:
+            comm.blocked = None
 
 
 class Comm:
@@ -105,16 +196,25 @@ class Comm:
         self.global_ranks = dist.get_process_group_ranks(group)
         # gloo is the slow case below; anything else (nccl, xccl, …) is taken to be best at its own collectives.
         self.is_gloo = group._get_backend(device).name() == "gloo"
+        self.watcher: Watcher | None = None
+        self.calls: deque[Call] = deque(maxlen=_REMEMBERED)
+        self.count = 0
+        self.latest: Handle | None = None
+        self.blocked: Call | None = None  # this rank has been waiting in it for a while
+        self.about: Call | None = None  # what this rank is to call next, once the others confirm it
+        self.custom: Custom | None = None
 
     def broadcast(self, tensor: Tensor, source: int, *, unit: str) -> Handle:
-        return self._start("broadcast", unit, tensor, 1, lambda: [self._broadcast(tensor, source)], in_place=True)
+        return self._start(
+            "broadcast", unit, tensor, 1, lambda: [self._broadcast(tensor, source)], in_place=True, root=source
+        )
 
     def scatter(self, out: Tensor, pieces: list[Tensor] | None, source: int, *, unit: str) -> Handle:
         def start() -> list[Any]:
             root = self.global_ranks[source]
             return [dist.scatter(out, pieces, src=root, group=self.group, async_op=True)]
 
-        return self._start("scatter", unit, out, self.size, start)
+        return self._start("scatter", unit, out, self.size, start, root=source)
 
     def gather(self, tensor: Tensor, pieces: list[Tensor] | None, destination: int, *, unit: str) -> Handle:
         def start() -> list[Any]:
@@ -159,8 +259,9 @@ class Comm:
                 if row.numel()
             ]
 
-        sent = sum(row.numel() for row in rows) * (self.size - 1) / self.size
-        return self._start("reduce_scatter", unit, rows[0], 1, start, sent=sent, in_place=True)
+        whole = sum(row.numel() for row in rows)
+        sent = whole * (self.size - 1) / self.size
+        return self._start("reduce_scatter", unit, rows[0], 1, start, sent=sent, whole=whole, in_place=True)
 
     def swap_rows(self, received: Tensor, rows: Tensor, widths: Sequence[int], *, unit: str) -> Handle:
         """The exchange half of a reduce-scatter: row r, of widths[r], goes to rank r; the own row stays where it is.
@@ -175,7 +276,8 @@ class Comm:
             return [dist.all_to_all_single(received, rows, into, out, group=self.group, async_op=True)]
 
         # Every one of these elements goes to another rank, so all count: the same n(N-1)/N as a ring sends.
-        return self._start("reduce_scatter", unit, rows, 1, start, sent=rows.numel(), in_place=True)
+        sent, whole = rows.numel(), sum(widths)
+        return self._start("reduce_scatter", unit, rows, 1, start, sent=sent, whole=whole, in_place=True)
 
     def all_reduce(self, tensor: Tensor, *, unit: str, op: Any = dist.ReduceOp.SUM) -> Handle:
         def start() -> list[Any]:
@@ -189,11 +291,18 @@ class Comm:
 
         return self._start("all_to_all", unit, sent, 1, start)
 
-    def all_gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any, *, unit: str = "set-up") -> list[Any]:
         """Every rank's `value`, in rank order. For set-up and errors, not for the hot path."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = packed.numel()
+        self.all_gather(sizes, range(self.size + 1), unit=unit).wait()
+        bounds = [0, *accumulate(sizes.tolist())]
+        flat = torch.empty(bounds[-1], dtype=torch.uint8, device=self.device)
+        flat[bounds[self.rank] : bounds[self.rank + 1]] = packed
+        self.all_gather(flat, bounds, unit=unit).wait()
+        everything = flat.cpu().numpy()
+        return [pickle.loads(everything[low:high].tobytes()) for low, high in pairwise(bounds)]
 
     def raise_together(self, error: Exception | None) -> None:
         """Raises on every rank when any rank has an error, so that no rank waits for one that gave up."""
@@ -205,9 +314,11 @@ class Comm:
                 raise ValueError(f"rank {rank} refused: {message}")
 
     def failure(self, call: Call, error: BaseException) -> CommError:
+        explained = "" if self.watcher is None else self.watcher.explain(str(error))
+        why = explained or "most likely because another rank stopped or did something else"
         return CommError(
-            f"rank {self.rank}: {call.operation} of unit '{call.unit}' failed, most likely because another rank "
-            f"stopped or did something else; last calls here: {self.traffic.last()}. Cause: {error}"
+            f"rank {self.rank}: {call.operation} of unit '{call.unit}' failed, {why}; last calls here: "
+            f"{self.traffic.last()}. Cause: {error}"
         )
 
     def _broadcast(self, tensor: Tensor, source: int) -> Any:
@@ -223,17 +334,28 @@ class Comm:
         start: Callable[[], list[Any]],
         *,
         sent: float | None = None,
+        whole: int | None = None,
+        root: int | None = None,
         in_place: bool = False,
     ) -> Handle:
+        if self.watcher is not None:
+            self.watcher.look()
+        size, itemsize = tensor.numel(), tensor.element_size()
         if sent is None:
-            sent = tensor.numel() * times * (self.size - 1) / self.size
-        call = self.traffic.record(operation, unit, self.name, sent, tensor.element_size())
+            sent = size * times * (self.size - 1) / self.size
+        call = self.traffic.record(operation, unit, self.name, sent, itemsize)
+        call.position, call.root = self.count + 1, root
+        call.nbytes = (size if whole is None else whole) * itemsize
+        if self.custom is not None and self.custom.breaks_with(call) and self.watcher is not None:
+            self.watcher.confirm(self, call)
+        self.count += 1
+        self.calls.append(call)
         try:
             # Alone, an operation in place has nothing to do; the others still copy from input to output.
             works = [] if in_place and self.size == 1 else start()
         except RuntimeError as error:
             raise self.failure(call, error) from error
-        handle = Handle(self, call, works)
+        handle = self.latest = Handle(self, call, works)
         if not self.overlap:
             handle.wait()
         return handle

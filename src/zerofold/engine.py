@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from zerofold.boundary import Boundary
 from zerofold.buffers import Buffers
 from zerofold.changes import Changes
 from zerofold.dealing import live_bound, split
+from zerofold.filling import fill_new
 from zerofold.groups import Groups
 from zerofold.hooks import Hooks
 from zerofold.loss_scale import LossScaler
@@ -25,10 +27,12 @@ from zerofold.placement import Row
 from zerofold.precision import Precision
 from zerofold.reduce import Reducer
 from zerofold.reduction_order import ReductionOrder
+from zerofold.replicas import Replicas
 from zerofold.schedule import Schedule
 from zerofold.sharded import ShardedParameter, StepScope
 from zerofold.slab import Entry, Home, Slab
 from zerofold.unit import Unit
+from zerofold.watch import Watch
 
 _ATTRIBUTE = "_zerofold_engine"
 
@@ -66,8 +70,13 @@ class Engine:
         accumulate: int,
         overlap: bool,
         precision: Precision,
+        patience: float | None = None,
+        check_replicas: int | None = None,
     ) -> None:
         self.model, self.row, self.groups, self.precision = model, row, groups, precision
+        self.watch = Watch.over(groups, patience=patience)
+        if self.watch is not None:
+            finalize(self, self.watch.close)  # a model that is dropped without zf.close takes its thread along
         self.traffic = groups.gather.traffic
         self.cache, self.pool, self.step = StorageCache(), BufferPool(buffer_bytes), StepScope()
         home = Home(row, groups, device, self.cache, self.step, precision)
@@ -75,15 +84,16 @@ class Engine:
         self.units: list[Unit] = []
         for index, (name, entries) in enumerate(assigned.items()):
             slabs = [Slab(name, part, home) for part in split(name, entries)]
-            if materialiser is not None:
-                try:
+            try:
+                if materialiser is not None:
                     agree(groups.control, partial(materialiser.fill, name, slabs))
-                except Exception:
-                    setattr(model, _ATTRIBUTE, None)  # half of it is sharded: it must not be tried again
-                    groups.destroy()
-                    raise
-            for slab in slabs:
-                slab.share()
+                for slab in slabs:
+                    slab.share()
+                fill_new(slabs, groups.control)
+            except Exception:
+                setattr(model, _ATTRIBUTE, None)  # half of it is sharded: it must not be tried again
+                self._end_groups()
+                raise
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
         self.scaler = LossScaler(precision.scaling)
         self.boundary = Boundary(precision, self.scaler)
@@ -98,6 +108,11 @@ class Engine:
         self._matmul_before = torch.get_float32_matmul_precision() if precision.tf32 else None
         if precision.tf32:
             torch.set_float32_matmul_precision("high")
+        self.replicas = (
+            None
+            if check_replicas is None
+            else Replicas(self.slabs, buffers, groups, self.schedule.wait_all, every=check_replicas)
+        )
         self.optimizers: list[torch.optim.Optimizer] = []
         self._changing: list[Slab] = []  # in the step under way
         self.last_step: StepInfo | None = None
@@ -115,6 +130,7 @@ class Engine:
         self.saving_group: dist.ProcessGroup | None = None
         self.staging: Any = None  # host memory for it
         self.is_swapped = False  # one of them is in the model for a while
+        self.on_close: list[Callable[[], None]] = []
         self.is_closed = False
         setattr(model, _ATTRIBUTE, self)
 
@@ -220,6 +236,8 @@ class Engine:
         self.reducer.finish()
         self.hold_all(masters=True)
         self.hooks.remove()
+        for undo in self.on_close:
+            undo()
         self.boundary.remove()
         for slab in self.slabs():
             for parameter in slab.parameters:
@@ -240,4 +258,9 @@ class Engine:
         self.staging = None
         if self.saving_group is not None:
             dist.destroy_process_group(self.saving_group)
+        self._end_groups()
+
+    def _end_groups(self) -> None:
+        if self.watch is not None:
+            self.watch.close()
         self.groups.destroy()

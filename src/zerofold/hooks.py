@@ -12,6 +12,7 @@ end of backward      a callback of the engine, queued by the first event, which 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zerofold.boundary import Boundary
+from zerofold.comm import CommError
 from zerofold.nested import tensors_in
 from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule, in_backward
@@ -65,6 +67,8 @@ class Hooks:
         self._waiting: WeakSet[_UnitCall] = WeakSet()
         self._begun: list[_UnitCall] = []  # in this backward
         self._callback_queued = False
+        self.out_of_memory: Callable[[BaseException | None], None] = lambda error: None  # called with it
+        self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
         # Backward may run inside a compiled training step, so what autograd calls is kept out of graphs as well.
         self._begins, self._ends = _untraced(self._begin_call), _untraced(self._end_call_once)
         self._ends_backward = _untraced(self._end_backward)
@@ -137,10 +141,13 @@ class Hooks:
         return self.boundary.leave(output, module.modules(), is_recomputed=False) if is_outermost else None
 
     def _install_on_parameter(self, slab: Slab, index: int, parameter: Tensor) -> None:
-        def before_accumulate(gradient: Tensor) -> None:
+        def before_accumulate(gradient: Tensor) -> Tensor | None:
             self._enter_backward()
             self.boundary.check_scaled()
             slab.gradients.before_accumulate(index)
+            if self.weight == 1.0:
+                return None
+            return gradient * self.weight if self.weight else torch.zeros_like(gradient)
 
         def after_accumulate(parameter: Tensor) -> None:
             slab.gradients.arrived(index)
@@ -190,6 +197,11 @@ class Hooks:
         return args, kwargs
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
+        if isinstance(sys.exc_info()[1], CommError):
+            self._running.clear()  # the forward has raised it, and waiting for what is under way would raise it again
+            return None
+        if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
+            self.out_of_memory(sys.exc_info()[1])
         call = self._running.pop()
         awaits = self._await_backward(call, output)
         keep = torch.is_grad_enabled() and not awaits and output is not None and call.might_get_gradients()

@@ -11,6 +11,7 @@ by owner    | u u u u u u u u u .|w w w w w w w w w w|b b .|      parameters ord
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,6 +140,45 @@ class Chunk:
     def part(self, piece: Piece, rank: int) -> Piece:
         """What of rank's piece lies in this chunk."""
         return piece.within(self.start, self.start + self.widths[rank])
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of an N-dimensional tensor whose elements follow each other in the flattened one."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # of the flattened tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.sizes)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """A flat range of a tensor as blocks: the rest of a row, whole rows, the beginning of a row, at every depth.
+
+    >>> [(box.offsets, box.sizes) for box in boxes((4, 3), 2, 10)]
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    place = start
+    while place < stop:
+        # The largest block of whole rows, planes, … that begins here and ends in time.
+        dim, row = len(shape), 1
+        while dim and place % (row * shape[dim - 1]) == 0 and place + row * shape[dim - 1] <= stop:
+            dim -= 1
+            row *= shape[dim]
+        if dim == 0:
+            yield Box((0,) * len(shape), tuple(shape), place)
+            return
+        index = place // row % shape[dim - 1]
+        count = min(shape[dim - 1] - index, (stop - place) // row)
+        offsets, rest = [], place
+        for size in reversed(shape):
+            offsets.append(rest % size)
+            rest //= size
+        yield Box(tuple(reversed(offsets)), ((1,) * (dim - 1) + (count,) + tuple(shape[dim:])), place)
+        place += count * row
 
 
 def balance(costs: Sequence[float], world: int) -> list[int]:

@@ -62,6 +62,8 @@ class Materialiser:
         for tensor in (*parameters.values(), *buffers):
             _mark(tensor)
         for module in modules:
+            if not any(id(tensor) in fresh for tensor in (*module.parameters(), *module.buffers())):
+                continue  # all of it is going to be read from a file
             with _others_away(module, fresh):
                 self._init(module)
         found = {f"{self._names[module]}.{name}".lstrip("."): module._buffers[name] for module, name in places}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -11,21 +13,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofold.agree import agree, check_same_on_all_ranks, fingerprint
+from zerofold.checkpoint.contents import Contents
+from zerofold.checkpoint.open import open_checkpoint
 from zerofold.checkpoint.save import finish_saving
+from zerofold.checkpoint.sources import choose_sources, load_buffers
+from zerofold.comm import Comm
 from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
 from zerofold.engine import Engine
 from zerofold.groups import Groups, destroy, make_control, ranks_along
 from zerofold.materialise import Init, Materialiser, on_meta
+from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
 from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
 from zerofold.slab import Entry
+from zerofold.state_dicts import StateDicts
 from zerofold.units import UnitChoice, assign, find_units
 
 Model = TypeVar("Model", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
+
+Load = str | os.PathLike[str] | Contents
+"""Where weights come from: a checkpoint by its path, or one that is open already."""
 
 DEFAULT_BUFFER_BYTES = 16 * 2**20
 
@@ -45,11 +56,14 @@ def prepare(
     mesh: DeviceMesh | None = None,
     cost: Cost | None = None,
     init: Init | None = None,
+    load: Load | None = None,
     device: torch.device | str | None = None,
     live_bytes: int | None = None,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     accumulate: int = 1,
     overlap: bool = True,
+    patience: float | None = None,
+    check_replicas: int | None = None,
 ) -> tuple[Model, Opt]:
     """Shards `model` and re-bases `optimizer` on it, both in place; returns the same two objects.
 
@@ -71,11 +85,14 @@ def prepare(
         mesh=mesh,
         cost=cost or update_cost(optimizer),
         init=init,
+        load=load,
         device=device,
         live_bytes=live_bytes,
         buffer_bytes=buffer_bytes,
         accumulate=accumulate,
         overlap=overlap,
+        patience=patience,
+        check_replicas=check_replicas,
     )
     try:
         attach(model, optimizer, clip=clip, clip_value=clip_value, scheduler=scheduler, one_pass=one_pass)
@@ -95,11 +112,14 @@ def shard(
     mesh: DeviceMesh | None = None,
     cost: Cost | None = None,
     init: Init | None = None,
+    load: Load | None = None,
     device: torch.device | str | None = None,
     live_bytes: int | None = None,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     accumulate: int = 1,
     overlap: bool = True,
+    patience: float | None = None,
+    check_replicas: int | None = None,
 ) -> Model:
     """Places the model's states over the ranks as the stage says, in place; every rank starts from rank 0's weights.
 
@@ -115,12 +135,20 @@ def shard(
     cost          with cut="whole": what updating a parameter costs, to balance owners by; its bytes by default
     init          for a model on the meta device: fills the parameters and buffers of one module. By default Hugging
                   Face's or torch's own way. Each unit gets memory, values, and is cut before the next.
+    load          a folder with safetensors files (or one such file) to take the weights from, for a model on the meta
+                  device or any other. Each rank reads only what it keeps
     device        where a model on the meta device goes; the accelerator if there is one, else the CPU
     live_bytes    bound on gathered parameter bytes at any time (stage 3); by default a unit and one ahead
     buffer_bytes  size of one fused communication buffer
     accumulate    backwards that make a step: only the last one reduces where gradients stay whole (stages 0, 1, dp),
                   and across groups (hsdp)
     overlap       False runs every communication to its end at once: slower, the same bits, for debugging
+    patience      seconds for which a rank may keep the others waiting before all of them raise, naming it; by default
+                  as long as the process group's own time-out allows. Ranks that do different things raise in seconds
+                  in any case
+    check_replicas
+                  before every so many steps, compare what several ranks hold alike (whole parameters, copies across
+                  groups, buffers) bit by bit, and raise where one differs; off by default
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 64), stage=3)
@@ -135,29 +163,42 @@ def shard(
     _check_kinds(model, mesh, cost=cost, init=init)
     control = make_control(mesh, overlap=overlap)
     try:
-        agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate))
+        agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate, patience, check_replicas))
         policy = agree(control, lambda: policy_of(precision))
         plan = agree(control, lambda: _plan(model, stage, cut, units, mesh, cost, live_bytes, device, policy))
+        if load is not None:
+            given = load
+            agree(control, lambda: _choose_sources(model, plan, given, has_init=init is not None, control=control))
         numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
+        numbers += f", check_replicas={check_replicas}"
         settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}, {policy.summary}"
         check_same_on_all_ranks(control, fingerprint(plan.assigned, settings))
     except Exception:
         destroy(mesh, [control.group])
         raise
-    Engine(
-        model,
-        plan.row,
-        plan.assigned,
-        plan.modules,
-        Groups.make(mesh, plan.row, control, plan.device),
-        plan.device,
-        materialiser=Materialiser(model, plan.modules, plan.device, init) if on_meta(model) else None,
-        live_bytes=live_bytes,
-        buffer_bytes=buffer_bytes,
-        accumulate=accumulate,
-        overlap=overlap,
-        precision=policy,
-    )
+    try:
+        engine = Engine(
+            model,
+            plan.row,
+            plan.assigned,
+            plan.modules,
+            Groups.make(mesh, plan.row, control, plan.device),
+            plan.device,
+            materialiser=Materialiser(model, plan.modules, plan.device, init) if on_meta(model) else None,
+            live_bytes=live_bytes,
+            buffer_bytes=buffer_bytes,
+            accumulate=accumulate,
+            overlap=overlap,
+            precision=policy,
+            patience=patience,
+            check_replicas=check_replicas,
+        )
+    except torch.OutOfMemoryError as error:
+        entries = [entry for entries in plan.assigned.values() for entry in entries]
+        add_note(error, f"{HEADING} while sharding. {Needs.of(entries, 2.0).advice(control.size)}")
+        raise
+    engine.hooks.out_of_memory = partial(_explain, engine)
+    StateDicts(engine)
     return model
 
 
@@ -216,6 +257,17 @@ def close(model: nn.Module) -> None:
         finish_saving(engine)
     finally:
         engine.remove()
+
+
+def _choose_sources(model: nn.Module, plan: _Plan, load: Load, *, has_init: bool, control: Comm) -> None:
+    contents = load if isinstance(load, Contents) else open_checkpoint(load)
+    choose_sources(model, plan.assigned, contents, has_init=has_init, warns=control.rank == 0)
+    load_buffers(model, contents, plan.device)
+
+
+def _explain(engine: Engine, error: BaseException | None) -> None:
+    if error is not None:
+        add_note(error, explain_out_of_memory(engine))
 
 
 @dataclass(frozen=True)
@@ -279,8 +331,11 @@ def _check_kinds(model: nn.Module, mesh: DeviceMesh | None, **functions: object)
         raise ValueError(f"mesh: ranks must ascend along both dimensions, as init_device_mesh makes them, not {ranks}")
 
 
-def _check_numbers(live_bytes: int | None, buffer_bytes: int, accumulate: int) -> None:
+def _check_numbers(
+    live_bytes: int | None, buffer_bytes: int, accumulate: int, patience: float | None, check_replicas: int | None
+) -> None:
     numbers = {"live_bytes": live_bytes, "buffer_bytes": buffer_bytes, "accumulate": accumulate}
+    numbers["check_replicas"] = check_replicas
     for name, number in numbers.items():
         if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
             raise TypeError(f"{name}={number!r} must be a whole number")
@@ -290,6 +345,12 @@ def _check_numbers(live_bytes: int | None, buffer_bytes: int, accumulate: int) -
         raise ValueError(f"buffer_bytes={buffer_bytes} is too small for a communication buffer; give at least 1024")
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate} must be the number of backwards in a step, at least 1")
+    if check_replicas is not None and check_replicas < 1:
+        raise ValueError(f"check_replicas={check_replicas} must be a number of steps, or None for never")
+    if patience is not None and (not isinstance(patience, (int, float)) or not patience >= 5):
+        raise ValueError(
+            f"patience={patience!r} must be a number of seconds, at least 5; leave it out for the group's own time-out"
+        )
 
 
 def _device_of(model: nn.Module, mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch.device:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofold.buffers import Buffers
-from zerofold.comm import Comm
+from zerofold.comm import Comm, DivergenceError
 from zerofold.placement import Row
 from zerofold.reduce import Reducer
 from zerofold.slab import Slab
@@ -139,10 +139,11 @@ class ReductionOrder:
         self.control.all_reduce(numbers, unit="agreement", op=dist.ReduceOp.MAX).wait()
         tag, negative_tag, *flags = numbers.tolist()
         if tag != -negative_tag:
-            raise RuntimeError(
+            found = None if self.control.watcher is None else self.control.watcher.compare()
+            raise DivergenceError(
                 f"rank {self.control.rank}: the ranks gathered different units or in a different order, so at least "
-                "one computed with wrong weights; every rank must run the same modules in the same order. Last "
-                f"calls here: {self.control.traffic.last(8)}"
+                f"one computed with wrong weights; {found or 'every rank must run the same modules in the same order'}"
+                f". Last calls here: {self.control.traffic.last(8)}"
             )
         slabs, changed = len(self._order), len(self.buffers.holders)
         left, present = flags[:slabs], iter(flags[slabs + changed :])

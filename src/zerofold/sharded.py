@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofold.comm import Comm
+from zerofold.layout import Box, boxes
 
 aten = torch.ops.aten
 
@@ -139,6 +140,34 @@ class ShardedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(PICKLING)
 
+    # What torch.distributed.checkpoint asks of a tensor, so that it saves and reshards these: its chunks are blocks.
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [_dcp().metadata.ChunkStorageMetadata(*_sizes(box)) for box in self._boxes()]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        dcp = _dcp()
+        properties = dcp.metadata.TensorProperties.create_from_tensor(self._local)
+        items = []
+        for box in self._boxes():
+            offsets, sizes = _sizes(box)
+            data = dcp.planner.TensorWriteData(
+                dcp.metadata.ChunkStorageMetadata(offsets, sizes), properties, self.shape
+            )
+            index = dcp.metadata.MetadataIndex(fqn, offsets)
+            items.append(dcp.planner.WriteItem(index, dcp.planner.WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        first = self._spec.own[0]
+        for box in self._boxes():
+            if box.offsets == tuple(index.offset):
+                return self._local.view(-1)[box.start - first : box.stop - first].view(box.sizes)
+        raise ValueError(f"'{self._spec.name}': this rank has no block at {tuple(index.offset)}")
+
+    def _boxes(self) -> list[Box]:
+        return list(boxes(self._spec.shape, *self._spec.own))
+
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; all ranks must call it (the same as `zf.full`)."""
         if self.is_unreduced:
@@ -153,6 +182,16 @@ class ShardedTensor(torch.Tensor):
         for handle in handles:
             handle.wait()
         return whole
+
+
+def _dcp() -> Any:
+    import torch.distributed.checkpoint as dcp  # which takes half a second, so only who saves with it pays
+
+    return dcp
+
+
+def _sizes(box: Box) -> tuple[torch.Size, torch.Size]:
+    return torch.Size(box.offsets), torch.Size(box.sizes)
 
 
 class ShardedParameter(ShardedTensor):

@@ -12,7 +12,7 @@ every case, cast straight into its slice of the storage.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,12 @@ from zerofold.precision import Dtypes, Precision
 from zerofold.sharded import ShardedParameter, ShardSpec, StepScope
 
 
+class Source(Protocol):
+    """The values of one parameter where they are stored, to be read in flat ranges."""
+
+    def read(self, start: int, stop: int) -> Tensor: ...
+
+
 @dataclass
 class Entry:
     """One parameter with every place (module, attribute) that holds it."""
@@ -37,6 +43,7 @@ class Entry:
     owner: int = 0  # where the row gives parameters owners
     dtypes: Dtypes | None = None
     face: ShardedParameter | None = None  # what stands for it outside its unit and in optimizers, once it is cut
+    source: Source | None = None  # where its first values come from, if not from the model
 
     @property
     def wants_gradient(self) -> bool:
@@ -70,7 +77,11 @@ def lay_out(entries: list[Entry], row: Row, world: int) -> FlatLayout:
 
 
 class Slab:
-    """Made in two steps: the parameters' values move into one flat tensor; then `share` deals them out to the ranks."""
+    """Made in two steps: the parameters' values move into one flat tensor; then `share` deals them out to the ranks.
+
+    Where all values come from sources, nothing moves and nothing is dealt out: each rank reads what it keeps
+    (`filling`), and where parameters are cut no rank ever has memory for the whole.
+    """
 
     shard: Tensor
     faces: list[Tensor]
@@ -90,12 +101,16 @@ class Slab:
         self.has_own_shard = self.dtypes.has_master or (home.row.parameters.is_cut and self.comm.size > 1)
         copies = home.groups.copy
         self.copy = GroupCopy(self.storage, copies) if copies is not None and self.has_own_shard else None
-        self.unfilled = [index for index, p in enumerate(self.parameters) if p.is_meta]
+        self.is_read = all(entry.source is not None for entry in entries)
+        self.unfilled = [index for index, e in enumerate(entries) if e.parameter.is_meta and e.source is None]
         self._masters: Tensor | None = None  # whole, while they are shown in place of the storage
-        if self.dtypes.has_master:
+        if self.is_read and self.has_own_shard:
             self.storage.free()
-            self._masters = torch.empty(self.layout.size, dtype=self.dtypes.master, device=home.device)
-        self.values.zero_()
+        else:
+            if self.dtypes.has_master:
+                self.storage.free()
+                self._masters = torch.empty(self.layout.size, dtype=self.dtypes.master, device=home.device)
+            self.values.zero_()
         for index, parameter in enumerate(self.parameters):
             if parameter.is_meta:
                 # The same object gets memory, so whoever holds it (an optimizer) keeps holding it. `.data` has its own
@@ -104,8 +119,10 @@ class Slab:
                 vars(real).update(vars(parameter))
                 torch.utils.swap_tensors(parameter, real)
             else:
-                self.view(index).copy_(parameter.detach())
+                if not self.is_read:
+                    self.view(index).copy_(parameter.detach())
                 parameter.data = self.view(index)
+        self._note_versions()
 
     @property
     def values(self) -> Tensor:
@@ -113,9 +130,14 @@ class Slab:
         return self.storage.tensor if self._masters is None else self._masters
 
     def share(self) -> None:
-        """Every rank starts from rank 0's values, as under DDP."""
+        """Every rank starts from rank 0's values, as under DDP; or from zeros, where it is going to read its own."""
         row, flat = self.home.row, self.values
-        if row.parameters.is_cut and self.comm.size > 1:
+        if self.is_read and self.has_own_shard:
+            size = self.layout.shard_size(self.place)
+            self.shard = torch.zeros(size, dtype=self.dtypes.master, device=self.home.device)
+        elif self.is_read:
+            self.shard = self.own_slice(flat.data)
+        elif row.parameters.is_cut and self.comm.size > 1:
             self.shard = torch.empty(self.layout.shard_size(self.place), dtype=flat.dtype, device=flat.device)
             self._deal_out(flat)
         else:
@@ -170,6 +192,10 @@ class Slab:
     def is_kept(self) -> bool:
         """The storage lives on between uses."""
         return not self.home.row.parameters.is_cut and self.comm.size > 1
+
+    def kept_view(self, index: int) -> Tensor:
+        """A parameter that lives on between uses, whatever the module shows of it now."""
+        return self._views[index]
 
     def kept_piece(self, index: int) -> Tensor | None:
         """This rank's piece of a 16-bit parameter that lives on beside its master."""

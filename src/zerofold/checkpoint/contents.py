@@ -16,7 +16,17 @@ from torch import Tensor
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read or used; the message names the file and the way out."""
+    """A checkpoint that cannot be written, read or used; the message names the file and the way out.
+
+    >>> import torch, zerofold as zf
+    >>> model = zf.shard(torch.nn.Linear(64, 64), stage=3)
+    >>> try:
+    ...     zf.load(model, None, "nowhere")
+    ... except zf.CheckpointError as error:
+    ...     print(error)
+    nowhere does not exist: name the folder that zf.save was given, or another checkpoint
+    >>> zf.close(model)
+    """
 
 
 class Stored(Protocol):

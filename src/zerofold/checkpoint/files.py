@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -176,6 +176,7 @@ class WrittenFile:
     path: Path
     nbytes: int
     digests: Sequence[str]
+    checked: set[int] = field(default_factory=set, compare=False)  # chunks that were found to be what was written
 
     def chunks(self, start: int, stop: int) -> range:
         """The chunks that hold a range of bytes."""
@@ -204,6 +205,7 @@ class WrittenFile:
                     raise DamagedError(
                         f"{self.path} is damaged: bytes {start} to {start + len(data)} are not what was written"
                     )
+                self.checked.add(number)
                 if progress is not None:
                     progress(len(data))
 
@@ -217,6 +219,10 @@ class WrittenFile:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read(self, start: int, nbytes: int) -> bytearray:
+        """Some bytes, out of chunks that are checked when they are first read from."""
+        unchecked = [number for number in self.chunks(start, start + nbytes) if number not in self.checked]
+        if unchecked:
+            self.check(unchecked, threads=1)
         with reported(self.path), self.path.open("rb", buffering=0) as file:
             data = _read_all(file.fileno(), start, nbytes)
         if len(data) != nbytes:

@@ -11,22 +11,22 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from zerofold.checkpoint import states
+from zerofold.checkpoint.collect import Optimizers, listed, optimizers_of
 from zerofold.checkpoint.contents import CheckpointError, Contents
 from zerofold.checkpoint.files import DamagedError, threads_for
-from zerofold.checkpoint.manifest import candidates
+from zerofold.checkpoint.manifest import candidates, is_checkpoint
 from zerofold.checkpoint.native import check_ranges, open_native
+from zerofold.checkpoint.open import open_checkpoint
 from zerofold.checkpoint.plan import Plan, plan_optimizers, plan_tensors
-from zerofold.checkpoint.save import Optimizers, finish_saving, optimizers_of
-from zerofold.comm import Comm
+from zerofold.checkpoint.save import finish_saving
+from zerofold.checkpoint.together import together
 from zerofold.engine import Engine
-
-T = TypeVar("T")
 
 
 def load(
@@ -63,11 +63,11 @@ def load(
     if engine.is_swapped or engine.schedule.holders:
         raise RuntimeError("zf.load inside `with zf.full_params(model)` or `average.swapped()`: leave it first")
     control, optimizers = engine.groups.control, optimizers_of(engine, optimizer)
-    given = list(scheduler) if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
+    given = listed(scheduler)
     found = together(control, lambda: candidates(Path(path)) if control.rank == 0 else [])
-    folders = control.all_gather_objects(found)[0]
+    folders = control.all_gather_objects(found)[0] or [Path(path)]
     damaged: list[str] = []
-    for folder in folders or [Path(path)]:
+    for folder in folders:
         try:
             contents, plan = _look(engine, optimizers, folder, strict=strict)
             break
@@ -92,7 +92,7 @@ def _look(
     engine: Engine, optimizers: list[torch.optim.Optimizer], folder: Path, *, strict: bool
 ) -> tuple[Contents, Plan]:
     control = engine.groups.control
-    contents = together(control, lambda: open_checkpoint(folder))
+    contents = together(control, lambda: open_checkpoint(folder) if not is_checkpoint(folder) else open_native(folder))
     base = states.base_fingerprints(engine) if contents.base is not None else {}
 
     def make() -> Plan:
@@ -103,10 +103,6 @@ def _look(
         return plan
 
     return contents, together(control, make)
-
-
-def open_checkpoint(folder: Path) -> Contents:
-    return open_native(folder)
 
 
 def _apply(engine: Engine, plan: Plan) -> None:
@@ -158,27 +154,6 @@ def _data_restorer(contents: Contents, data: Any, rank: int, world: int) -> Call
             "now: use data that does not depend on the number of ranks (zf.Samples), or leave data= out"
         )
     return lambda: data.load_state_dict(positions[0])
-
-
-def together(control: Comm, make: Callable[[], T]) -> T:
-    """The result of `make`, or the same error on every rank when it fails on any."""
-    made, error = None, None
-    try:
-        made = make()
-    except Exception as caught:
-        error = caught
-    kinds = control.all_gather_objects(None if error is None else (isinstance(error, DamagedError), _text(error)))
-    failed = [(rank, *kind) for rank, kind in enumerate(kinds) if kind is not None]
-    if error is not None and not isinstance(error, (CheckpointError, OSError)):
-        raise error
-    if failed:
-        _, is_damaged, message = failed[0]
-        raise (DamagedError if is_damaged else CheckpointError)(message) from error
-    return made  # type: ignore[return-value]
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _no_way_out(damaged: list[str], path: Path) -> str:

@@ -40,7 +40,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, ShardedTensor):
         raise TypeError(f"{where} is a sharded tensor: save zf.full(tensor) instead")
     if isinstance(value, Tensor):
-        tensors[where] = value.detach()
+        tensors[where] = value.detach().clone()  # the caller may change his while it is being written
         return {"$tensor": where}
     if isinstance(value, numpy.ndarray):
         try:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from zerofold.checkpoint import states
 from zerofold.checkpoint.contents import CheckpointError, Contents, OptimizerContents, Stored, clean, numel
+from zerofold.checkpoint.positions import named
+from zerofold.checkpoint.sources import check_fits, names_in_files
 from zerofold.engine import Engine
 from zerofold.optim.probe import state_names
 from zerofold.sharded import ShardedParameter, ShardedTensor
@@ -54,42 +56,46 @@ class Plan:
 
 def plan_tensors(engine: Engine, contents: Contents, plan: Plan, *, base: dict[str, str], strict: bool) -> None:
     """Parameters, buffers and averages."""
-    used: set[int] = set()
+    used: set[str] = set()
     missing, narrowed = [], []
     paths = {module: path for path, module in engine.model.named_modules()}
+    prefix = getattr(engine.model, "base_model_prefix", "")
+    prefix = prefix if isinstance(prefix, str) else ""
     for slab in engine.slabs():
         for entry, piece in zip(slab.entries, slab.layout.pieces(slab.place), strict=True):
-            stored = contents.tensor(*names_of(entry, paths))
+            names = names_of(entry, paths, prefix)
+            used.update(names)  # all of them: some formats store tied parameters once for each name
+            stored = contents.tensor(*names)
             if stored is None:
                 missing.append(clean(entry.name))
                 continue
-            used.add(id(stored))
-            check_shape(contents, entry.name, stored, tuple(entry.parameter.shape))
+            check_fits(entry.name, entry.parameter, stored, contents.where)
             if stored.dtype.itemsize > slab.shard.dtype.itemsize and stored.dtype.is_floating_point:
                 narrowed.append(f"'{entry.name}' from {stored.dtype} to {slab.shard.dtype}")
             plan.fill(slab.shard.detach()[piece.shard_start : piece.shard_stop], stored, piece.start)
     for name, buffer in states.persistent_buffers(engine):
-        stored = contents.tensor(name)
+        used.update(names_in_files(name, prefix))
+        stored = contents.tensor(*names_in_files(name, prefix))
         if stored is None:
             missing.append(name)
             continue
-        used.add(id(stored))
-        check_shape(contents, name, stored, tuple(buffer.shape))
+        check_fits(name, buffer, stored, contents.where)
         # The buffer of a module may be a view with gaps, so it is filled by itself.
         plan.restores.append(_buffer_filler(buffer, stored))
         plan.checked.append((stored, 0, numel(stored)))
     missing = [name for name in missing if not _is_in_base(name, contents, base, plan)]
-    unused = [name for name, stored in contents.tensors.items() if id(stored) not in used]
+    unused = [name for name in contents.tensors if name not in used]
     _report(plan, contents, missing, unused, strict=strict)
     if narrowed:
         plan.warnings.append(f"{contents.where}: rounded on load, {narrowed[0]} ({len(narrowed)} such parameter(s))")
     _plan_averages(engine, contents, plan)
 
 
-def names_of(entry: Entry, paths: dict[torch.nn.Module, str]) -> list[str]:
-    """All names of a parameter, the one it is known by first."""
-    others = (clean(f"{paths[module]}.{attribute}".lstrip(".")) for module, attribute in entry.sites)
-    return [clean(entry.name), *others]
+def names_of(entry: Entry, paths: dict[torch.nn.Module, str], prefix: str) -> list[str]:
+    """All names that a parameter may be stored under, the one it is known by first."""
+    own = [clean(entry.name), *(clean(f"{paths[module]}.{attribute}".lstrip(".")) for module, attribute in entry.sites)]
+    others = [name for each in own for name in names_in_files(each, prefix)]
+    return [*own, *(name for name in others if name not in own)]
 
 
 def _buffer_filler(buffer: Tensor, stored: Stored) -> Callable[[], None]:
@@ -131,13 +137,6 @@ def _report(plan: Plan, contents: Contents, missing: list[str], unused: list[str
             plan.warnings.append(line)
 
 
-def check_shape(contents: Contents, name: str, stored: Stored, shape: tuple[int, ...]) -> None:
-    if tuple(stored.shape) != shape:
-        raise CheckpointError(
-            f"{contents.where}: '{name}' has shape {tuple(stored.shape)} there and {shape} in the model"
-        )
-
-
 def _plan_averages(engine: Engine, contents: Contents, plan: Plan) -> None:
     own = states.emas(engine)
     if len(own) != len(contents.averages):
@@ -153,9 +152,8 @@ def _plan_averages(engine: Engine, contents: Contents, plan: Plan) -> None:
         for slab, shard in average.shards().items():
             for name, shape, start, flat in states.own_pieces(slab, shard):
                 stored = saved["tensors"].get(contents.aliases.get(name, name))
-                if stored is None:
-                    raise CheckpointError(f"{contents.where} has no average of '{name}'")
-                check_shape(contents, name, stored, shape)
+                if stored is None or tuple(stored.shape) != shape:
+                    raise CheckpointError(f"{contents.where} has no average of '{name}' with shape {shape}")
                 plan.fill(flat, stored, start)
         plan.restores.append(partial(setattr, average, "updates", saved["updates"]))
 
@@ -169,6 +167,8 @@ def plan_optimizers(
             f"{contents.where} holds no optimizer states: pass None as optimizer for the weights alone"
         )
     names = states.names_of(engine)
+    in_order = [names[id(p)] for o in optimizers for group in o.param_groups for p in group["params"] if id(p) in names]
+    contents.optimizers = [named(saved, in_order) for saved in contents.optimizers]  # some formats know positions only
     places = {
         name: (saved, group) for saved in contents.optimizers for group in saved.groups for name in group["params"]
     }

@@ -7,30 +7,28 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from zerofold.agree import agree
 from zerofold.checkpoint import commit as folders
 from zerofold.checkpoint import states
+from zerofold.checkpoint.collect import Collected, Optimizers, collect, listed, optimizers_of
 from zerofold.checkpoint.contents import CheckpointError
-from zerofold.checkpoint.files import NAMES, FileLayout, Image, WrittenFile, lay_out, threads_for, write
-from zerofold.checkpoint.plain import encode
+from zerofold.checkpoint.files import Image, WrittenFile, threads_for, write
 from zerofold.checkpoint.staging import Snapshot, Staging
+from zerofold.checkpoint.together import together
 from zerofold.engine import Engine
 
 # For ranks to connect before the first save in the background; gloo waits five times as long for one that has died.
 MEETING = timedelta(minutes=1)
 _LONGEST_WRITE = timedelta(hours=6)  # by which ranks may be apart; one that dies is noticed at once all the same
 
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Report = Callable[[int, int], None]
 """Told the bytes that this rank has written, and all it will write."""
 
@@ -81,25 +79,23 @@ def save(
     engine = Engine.of(model)
     finish_saving(engine)
     path, control = Path(path), engine.groups.control
-    schedulers = _listed(scheduler)
+    schedulers = listed(scheduler)
 
-    def collect() -> _Collected:
+    def look() -> Collected:
         folders.check_tag(tag)
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep={keep!r} must be a number of checkpoints of at least 1, or None to keep all")
         if engine.is_swapped:
             raise RuntimeError("zf.save inside `with average.swapped()` would save the averages as weights: leave it")
-        return _collect(engine, optimizers_of(engine, optimizer), extra, schedulers, data, trainable_only)
+        return collect(engine, optimizers_of(engine, optimizer), extra, schedulers, data, trainable_only)
 
     engine.take_in_changes()
-    collected = agree(control, collect)
+    collected = together(control, look)
     base = states.base_fingerprints(engine) if trainable_only else None
     total = torch.tensor([collected.layout.nbytes])
     control.all_reduce(total, unit="save").wait()
-    begun = control.all_gather_objects(_begin(path, tag, int(total)) if control.rank == 0 else None)[0]
-    if isinstance(begun, str):  # the same kind of error on every rank
-        raise CheckpointError(begun)
-    name, folder = begun
+    begun = together(control, lambda: folders.begin(path, tag, int(total)) if control.rank == 0 else None)
+    name, folder = control.all_gather_objects(begun)[0]
     saving = Saving(path / name, collected.layout.nbytes, progress)
     job = _Job(engine, saving, folder, collected, base, keep)
     if not background:
@@ -141,13 +137,23 @@ def stage(model: nn.Module, optimizer: Optimizers = None) -> None:
 
 
 class Saving:
-    """A checkpoint on its way. `wait` returns when it is complete, and raises what went wrong, on every rank."""
+    """A checkpoint on its way. `wait` returns when it is complete, and raises what went wrong, on every rank.
+
+    >>> import tempfile, torch, zerofold as zf
+    >>> model, folder = zf.shard(torch.nn.Linear(64, 64), stage=3), tempfile.mkdtemp()
+    >>> saving = zf.save(model, None, folder, background=True)
+    >>> saving.wait()
+    >>> saving.is_done, saving.written == saving.total
+    (True, True)
+    >>> zf.close(model)
+    """
 
     def __init__(self, path: Path, total: int, progress: Report | None) -> None:
         self.path, self.total, self.written = path, total, 0
         self.hooks: list[Any] = []
         self._progress, self._lock = progress, threading.Lock()
         self._error: BaseException | None = None
+        self.was_told = False  # of the error
         self._thread: threading.Thread | None = None
 
     def wait(self) -> None:
@@ -156,6 +162,7 @@ class Saving:
         while self.hooks:
             self.hooks.pop().remove()
         if self._error is not None:
+            self.was_told = True
             raise self._error
 
     @property
@@ -180,80 +187,10 @@ class Saving:
 
 
 def finish_saving(engine: Engine) -> None:
-    """Waits for a save in the background, and raises what went wrong with it."""
+    """Waits for a save in the background, and raises what went wrong with it, if nobody has been told yet."""
     saving, engine.saving = engine.saving, None
-    if isinstance(saving, Saving):
+    if isinstance(saving, Saving) and not saving.was_told:
         saving.wait()
-
-
-def _begin(path: Path, tag: str | None, nbytes: int) -> tuple[str, Path] | str:
-    try:
-        return folders.begin(path, tag, nbytes)
-    except CheckpointError as error:
-        return str(error)
-    except OSError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-@dataclass(frozen=True)
-class _Collected:
-    layout: FileLayout
-    pieces: list[tuple[Any, ...]]  # as the manifest lists them, without the place in the file
-    values: list[dict[str, Any]]  # plain states of each optimizer, by parameter
-    own: Any  # what this rank alone has
-    plain: dict[str, Any]  # the same on all ranks
-
-
-def _collect(
-    engine: Engine,
-    optimizers: list[torch.optim.Optimizer],
-    extra: Mapping[str, Any] | None,
-    schedulers: list[Any],
-    data: Any,
-    trainable_only: bool,
-) -> _Collected:
-    held = [*states.parameters(engine, trainable_only=trainable_only), *states.buffers(engine)]
-    held += states.averages(engine)
-    values, described = [], []
-    tensors: dict[str, Tensor] = {}
-    for index, optimizer in enumerate(optimizers):
-        found, plain = states.optimizer_states(engine, index, optimizer)
-        held += found
-        values.append(encode(plain, f"optimizer.{index}.values", tensors))
-        groups = encode(states.groups_of(engine, optimizer), f"optimizer.{index}.groups", tensors)
-        described.append({"kind": type(optimizer).__name__, "groups": groups, "values": {}})
-    rank = engine.groups.control.rank
-    own: dict[str, Tensor] = {}
-    position = states.states_of([data], "data")[0] if data is not None else None
-    by_rank = encode({"rng": states.random_states(engine.groups.gather.device), "data": position}, f"rank.{rank}", own)
-    same = {
-        "extra": encode(None if extra is None else dict(extra), "extra", tensors),
-        "schedulers": encode(states.states_of([*engine.schedulers, *schedulers], "scheduler"), "schedulers", tensors),
-        "scaler": encode(engine.scaler.state_dict(), "scaler", tensors),
-        "averages": [{"decay": average.decay, "updates": average.updates} for average in states.emas(engine)],
-        "aliases": states.aliases(engine),
-        "optimizers": described,
-    }
-    kept = {**own, **tensors} if rank == 0 else own
-    held += [states.Held(key, tuple(t.shape), 0, t.contiguous().reshape(-1)) for key, t in kept.items()]
-    layout = lay_out((_name(each), each.flat, _shown_shape(each)) for each in held)
-    offsets = {part.name: part.offset for part in layout.parts}
-    pieces = [
-        (each.key, NAMES[each.flat.dtype], each.shape, each.start, each.stop, offsets.get(_name(each), 0))
-        for each in held
-        if each.flat.numel() or 0 in each.shape
-    ]
-    return _Collected(layout, pieces, values, by_rank, same)
-
-
-def _name(held: states.Held) -> str:
-    return held.key if _shown_shape(held) == held.shape else f"{held.key}:{held.start}:{held.stop}"
-
-
-def _shown_shape(held: states.Held) -> tuple[int, ...]:
-    """A whole tensor is one for every reader of the file."""
-    is_whole = held.start == 0 and held.flat.numel() == torch.Size(held.shape).numel()
-    return held.shape if is_whole else (held.flat.numel(),)
 
 
 class _Job:
@@ -264,7 +201,7 @@ class _Job:
         engine: Engine,
         saving: Saving,
         folder: Path,
-        collected: _Collected,
+        collected: Collected,
         base: dict[str, str] | None,
         keep: int | None,
     ) -> None:
@@ -334,26 +271,6 @@ class _Job:
             shutil.rmtree(self._folder, ignore_errors=True)
             return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return None
-
-
-def optimizers_of(engine: Engine, given: Optimizers) -> list[torch.optim.Optimizer]:
-    names, found = states.names_of(engine), _listed(given)
-    for optimizer in found:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, several, or None, not {optimizer!r}")
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
-        if any(id(p) not in names for p in held):
-            raise ValueError(
-                f"this {type(optimizer).__name__} holds parameters that the model does not have: save an optimizer "
-                "with the model that it trains"
-            )
-    return found
-
-
-def _listed(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _new_group(engine: Engine) -> dist.ProcessGroup:

@@ -138,6 +138,8 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
 
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
+    # A state dict from elsewhere has whole tensors; each rank keeps its range of them.
+    optimizer.register_load_state_dict_post_hook(lambda _: _recut(optimizer))
 
 
 def _rebase(engine: Engine, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -151,6 +153,12 @@ def _rebase(engine: Engine, optimizer: torch.optim.Optimizer, groups: list[dict[
             if old in optimizer.state:
                 optimizer.state[new] = _cut_state(optimizer.state.pop(old), new, scalars)
         _keep_many_tensor_kernels(group)
+
+
+def _recut(optimizer: torch.optim.Optimizer) -> None:
+    scalars = scalar_states(optimizer)
+    for parameter, state in optimizer.state.items():
+        state.update(_cut_state(state, parameter, scalars))
 
 
 def _between(

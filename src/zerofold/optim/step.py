@@ -42,6 +42,8 @@ class Step:
         engine.changes.check()
         engine.settle()
         engine.reductions.flush()
+        if engine.replicas is not None and self._optimizer is engine.optimizers[0]:
+            engine.replicas.before_step()
         gradients = Gradients(engine)
         info = self._judge(gradients)
         self._was_applied = not info.skipped

@@ -115,7 +115,8 @@ class Training:
         while self.progress < 1 and stopped_by is None:
             step_start = time.monotonic()
             lr = float(self.scheduler.get_last_lr()[0])
-            own_loss = self.step()
+            with zf.explain_oom(self.model):
+                own_loss = self.step()
             # Every rank needs rank 0's clock, and all must stop at the same step, or one could stop while another
             # waits for it in a collective.
             loss, seconds, *counts = self.agree(own_loss, time.monotonic() - start, signals.counts)

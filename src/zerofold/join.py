@@ -1,0 +1,80 @@
+"""Uneven data: a rank that has run out goes on with what it had, without weight, until all ranks are through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from zerofold.engine import Engine
+
+Batch = TypeVar("Batch")
+
+
+class join(Generic[Batch]):  # noqa: N801  # used like a function, as zip and enumerate are
+    """The batches of this rank, and then as many shadows as other ranks have batches more.
+
+    A shadow is this rank's last batch once more (where it had none at all, the first batch of another rank). It runs
+    through the same code, so every rank makes the same calls (gathers, reductions, steps, the user's own), and its
+    gradients count as zeros. The mean of the gradients is taken over the ranks that have a batch of their own, so that
+    the last batches train as strongly as the first ones; `divide_by="all"` divides by the number of all ranks, as
+    torch's Join does by default: every batch of the epoch then has the same weight, and the last steps are smaller.
+
+    `is_shadow` tells whether the batch in hand is one, for losses and counters; `present` which ranks have a batch of
+    their own. Accumulation and `no_sync` work as usual: each micro-batch has the weight of its own iteration. Buffers
+    (running statistics) follow the first rank that has data. Each iteration costs one all-reduce of a few numbers.
+
+    >>> import torch, zerofold as zf
+    >>> model = torch.nn.Linear(8, 1)
+    >>> model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    >>> batches = zf.join(model, [torch.ones(2, 8), torch.zeros(2, 8)])
+    >>> for batch in batches:
+    ...     model(batch).sum().backward(); optimizer.step(); optimizer.zero_grad()
+    ...     print(batches.is_shadow, batches.present)
+    False [0]
+    False [0]
+    >>> zf.close(model)
+    """
+
+    def __init__(self, model: nn.Module, batches: Iterable[Batch], *, divide_by: str = "present") -> None:
+        if divide_by not in ("present", "all"):
+            raise ValueError(f"join: divide_by={divide_by!r} must be 'present' (the ranks with data) or 'all'")
+        self._engine, self._batches, self._divide_by = Engine.of(model), batches, divide_by
+        self.is_shadow = False
+        self.present: list[int] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        engine = self._engine
+        control, source = engine.groups.control, iter(self._batches)
+        batch: Any = None
+        has_batch = False  # this one's or one to repeat
+        try:
+            while True:
+                try:
+                    batch, self.is_shadow = next(source), False
+                except StopIteration:
+                    self.is_shadow = True
+                has_batch = has_batch or not self.is_shadow
+                marks = torch.zeros(control.size + 1, dtype=torch.float64)
+                marks[control.rank], marks[-1] = float(not self.is_shadow), float(not has_batch)
+                control.all_reduce(marks, unit="join").wait()
+                self.present = [rank for rank, mark in enumerate(marks[:-1].tolist()) if mark]
+                if not self.present:
+                    return
+                if marks[-1]:
+                    borrowed = self._borrow(None if self.is_shadow else batch)
+                    batch, has_batch = (batch, True) if has_batch else (borrowed, True)
+                weight = control.size / len(self.present) if self._divide_by == "present" else 1.0
+                engine.hooks.weight = 0.0 if self.is_shadow else weight
+                engine.reductions.buffers.source = self.present[0]
+                yield batch
+        finally:
+            engine.hooks.weight, engine.reductions.buffers.source = 1.0, 0
+
+    def _borrow(self, batch: Any) -> Any:
+        """A batch of the first rank that has one, for those that have never had any."""
+        control = self._engine.groups.control
+        is_lender = control.rank == self.present[0]
+        return control.all_gather_objects(batch if is_lender else None, unit="join")[self.present[0]]
