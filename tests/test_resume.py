@@ -1,9 +1,9 @@
 """A run that is cut short and goes on is the run that was not, and every way to stop one leaves a checkpoint."""
 
+import errno
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import RankPool, raised
+from zerofold.checkpoint import save as save_module
 from zerofold.checkpoint.manifest import candidates
 from zerofold.checkpoint.native import read_native, verify_native
 from zerofold.train.gpt import GPTConfig
@@ -154,30 +155,30 @@ def test_a_disk_that_refuses_leaves_the_run_and_its_checkpoints(
         assert resumed.loss == whole.loss
 
 
-def with_small_files(out: Path, **options: Any) -> tuple[int, str]:
-    """A run in which files cannot grow from step 7 to 12; its steps and its output."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    whole, output = Training.step, StringIO()
+def with_a_failing_write(out: Path, **options: Any) -> tuple[int, str]:
+    """A run in which rank 1's second file meets a full disk in the middle; its steps and its output."""
+    whole, output, written = save_module.write, StringIO(), []
 
-    def step(training: Training) -> torch.Tensor:
-        limit = 4096 if 7 <= training.state.step < 12 else before[0]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-        return whole(training)
+    def write(path: Path, *args: Any, **kwargs: Any) -> list[str]:
+        written.append(path)
+        if len(written) == 2 and dist.get_rank() == 1:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(path, *args, **kwargs)
 
-    Training.step = step  # type: ignore[method-assign]
+    save_module.write = write
     try:
         with redirect_stdout(output):
             result = run_tiny(out, **options)
     finally:
-        Training.step = whole  # type: ignore[method-assign]
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        save_module.write = whole
     return result.steps, output.getvalue()
 
 
 def test_a_save_that_fails_in_the_background_is_said_and_tried_again(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks(2, with_small_files, tmp_path / "run", batch=2, save_every=5)
+    first, second = ranks(2, with_a_failing_write, tmp_path / "run", batch=2, save_every=5)
     assert (first[0], second[0]) == (16, 16)
-    assert re.search("No checkpoint: rank 0: .*safetensors.*: File too large", first[1])
+    assert re.search("No checkpoint: rank 1: .*No space left", first[1])
     assert second[1] == ""
     names = sorted(each.name for each in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step-00000015", "step-00000016"]
