@@ -1,10 +1,7 @@
 """The command: help with examples, and one line and an exit code for what a user can get wrong."""
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +58,10 @@ def test_version() -> None:
         (["--steps", "0"], "at least 1"),
         (["--minutes", "0"], "above 0"),
         (["--lr", "-1"], "above 0"),
+        (["--global-batch", "9", "--nproc", "2"], "9 = 2 x 4 + 1"),
+        (["--save-every", "-1"], "0 or more"),
+        (["--resume", "nowhere"], "nowhere holds no checkpoint to go on from"),
+        (["--resume", "one", "--out", "other"], "leave --out other out"),
         (["--device", "tpu"], "use cpu, cuda or auto"),
         (["--no-such-option"], "No such option"),
     ],
@@ -91,17 +92,4 @@ def test_a_failing_rank_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "smaller learning rate" in errors.strip().splitlines()[-1]
-    assert "Traceback" not in errors
-
-
-def test_ctrl_c_ends_the_run_with_a_message(tmp_path: Path) -> None:
-    process = start("train", *TINY, "--minutes", "5", "--out", "run", cwd=tmp_path)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text()):
-        time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the command and to the ranks
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "stopped by you" in errors
     assert "Traceback" not in errors

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "zerofold"
 ROOMS = [
     "placement",
     "loss_scale",
+    "samples",
     "precision",
     "nested",
     "fingerprints",
@@ -57,8 +58,8 @@ ROOMS = [
     "plan",
     "observe",
     "",  # the public face: zerofold/__init__.py
-    "train",
     "launch",
+    "train",
     "bench",
     "verify",
     "cli",

@@ -15,6 +15,7 @@ from zerofold.optim.lion import Lion
 from zerofold.precision import Precision
 from zerofold.prepare import attach, close, prepare, shard
 from zerofold.replicas import ReplicaError
+from zerofold.samples import Samples
 from zerofold.sharded import ShardedParameter
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "LossScaleError",
     "Precision",
     "ReplicaError",
+    "Samples",
     "Saving",
     "ShardedParameter",
     "attach",

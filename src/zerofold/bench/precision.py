@@ -23,7 +23,7 @@ from zerofold.bench.machine import check_folder_of, choose_device, choose_world,
 from zerofold.bench.precision_runs import Case, Outcome, PrecisionTask, relative, train_cases
 from zerofold.launch import RankFailed, run_ranks
 from zerofold.train.gpt import GPTConfig
-from zerofold.train.options import TrainOptions
+from zerofold.train.options import DEFAULT_BATCH, TrainOptions
 
 BAD_INPUT = 2
 TOLERANCE = 0.01
@@ -181,7 +181,7 @@ def bench_precision_command(
     hidden: Annotated[int | None, typer.Option(min=1, help="Width; 192, or 64.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Attention heads; 6, or 2.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Bytes in a sequence; 128, or 64.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = TrainOptions.batch,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = DEFAULT_BATCH,
     lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = LEARNING_RATE,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = TrainOptions.seed,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",

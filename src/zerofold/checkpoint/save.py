@@ -25,6 +25,8 @@ from zerofold.checkpoint.staging import Snapshot, Staging
 from zerofold.checkpoint.together import together
 from zerofold.engine import Engine
 
+# For ranks to connect before the first save in the background; gloo waits five times as long for one that has died.
+MEETING = timedelta(minutes=1)
 _LONGEST_WRITE = timedelta(hours=6)  # by which ranks may be apart; one that dies is noticed at once all the same
 
 Report = Callable[[int, int], None]
@@ -275,4 +277,7 @@ def _new_group(engine: Engine) -> dist.ProcessGroup:
     """For agreements in the background, beside those of training."""
     ranks, mesh = engine.groups.control.global_ranks, engine.groups.mesh
     local = mesh is not None and mesh.size() != dist.get_world_size()
-    return dist.new_group(ranks, backend="gloo", timeout=_LONGEST_WRITE, use_local_synchronization=local)
+    group = dist.new_group(ranks, backend="gloo", timeout=MEETING, use_local_synchronization=local)
+    # Not before: a rank that dies while they connect is not noticed, and the others wait until the time-out.
+    group.set_timeout(_LONGEST_WRITE)
+    return group

@@ -1,9 +1,9 @@
 """The text to learn: the source of the Python standard library of this machine. Nothing is downloaded.
 
     [ first file | second file | ...                        | last files ]
-      training, random windows                               validation, 5%
+      training, in windows of `seq` bytes                    validation, 5%
 
-The batch of a step is a pure function of (seed, step, rank), so a run can be repeated and resumed exactly.
+Training takes the windows in the order of `zf.Samples`, so a run can be repeated and resumed exactly.
 """
 
 from __future__ import annotations
@@ -54,8 +54,16 @@ class ByteText:
         self.seq = seq
         self.training, self.validation = tokens[:-held_out], tokens[-held_out:]
 
+    @property
+    def windows(self) -> int:
+        """How many windows of training text there are, end to end."""
+        return (len(self.training) - 1) // self.seq
+
+    def window_batch(self, indices: list[int]) -> Batch:
+        return self._windows(self.training, torch.tensor(indices) * self.seq)
+
     def batch(self, size: int, *, seed: int, step: int, rank: int) -> Batch:
-        """`size` random windows of the training text for one rank at one step."""
+        """`size` random windows of the training text, a pure function of seed, step and rank."""
         generator = numpy.random.default_rng([seed, step, rank])
         starts = generator.integers(0, len(self.training) - self.seq, size)
         return self._windows(self.training, torch.from_numpy(starts))

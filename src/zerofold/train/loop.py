@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import deque
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -16,49 +18,64 @@ from zerofold.train.data import ByteText, library_source
 from zerofold.train.gpt import GPT, Block, generate
 from zerofold.train.options import METRICS_FILE, TrainOptions
 from zerofold.train.progress import Reporter, Status, printable
+from zerofold.train.signals import StopSignals, first_of
+from zerofold.train.state import REPORT_EVERY, RunState
 
-REPORT_EVERY = 10  # steps; the loss and the speed shown are means over as many
 LONGEST_WARMUP = 20  # steps
 VALIDATION_SEQUENCES = 64
+KEEP = 2  # checkpoints
 PROMPT = b"def "
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a run ended; the same on every rank, but for the seconds."""
+    """How a run ended; the same on every rank."""
 
     steps: int
     tokens: int
     seconds: float
     first_loss: float
     loss: float
-    validation_loss: float
+    validation_loss: float | None
     sample: bytes
+    stopped_by: int | None
+    """The signal that ended it before it was complete."""
+    checkpoint: Path | None
+    """The last one."""
 
 
 def train(options: TrainOptions, rank: int, world: int, device: torch.device) -> Result:
     """One rank's part of a run. Rank 0 reports."""
-    training = Training(options, rank, world, device)
-    if rank != 0:
-        return training.run(None)
-    with Reporter(options.out, plain=options.plain, steps=options.step_limit) as reporter:
-        reporter.config(training.description())
-        reporter.say(training.introduction())
-        result = training.run(reporter)
-        reporter.end_bar()
-        reporter.say(summary(result, options))
+    # From here on, since a rank that a signal ends while the others set up would leave them waiting.
+    with StopSignals() as signals, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the checkpoint .* was not saved")  # `save` says it, once
+        training = Training(options, rank, world, device)
+        if rank != 0:
+            return training.run(None, signals)
+        state = training.state
+        with Reporter(options.out, plain=options.plain, steps=options.step_limit, after=state.step) as reporter:
+            reporter.config(training.description())
+            reporter.say(training.introduction())
+            result = training.run(reporter, signals)
+            reporter.end_bar()
+            if result.stopped_by is None:
+                reporter.say(summary(result, options))
     return result
 
 
 class Training:
     def __init__(self, options: TrainOptions, rank: int, world: int, device: torch.device) -> None:
         self.options, self.rank, self.world, self.device = options, rank, world, device
+        self.shares = options.shares(world)
         self.text = ByteText(library_source(), seq=options.gpt.seq)
+        self.samples = zf.Samples(
+            self.text.windows, batch=math.prod(self.shares), micro=self.shares.micro, seed=options.seed
+        )
         torch.manual_seed(options.seed)
         model = GPT(options.gpt).to(device)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
-        self.progress = 0.0
+        self.state = RunState()
         limit = options.step_limit
         warmup = LONGEST_WARMUP if limit is None else max(1, min(LONGEST_WARMUP, limit // 10))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -72,82 +89,128 @@ class Training:
             units=Block,
             clip=1.0,
             scheduler=self.scheduler,
+            accumulate=self.shares.accumulate,
         )
+        self.checkpoint: Path | None = None
+        if self.is_to_resume():
+            self.state = RunState(**zf.load(self.model, self.optimizer, options.checkpoints, data=self.samples))
         self.ledger = zf.ledger(self.model)
         self.snapshot = self.ledger.snapshot()
 
-    def run(self, reporter: Reporter | None) -> Result:
-        """Train until the steps or the minutes are used up."""
-        start = time.monotonic()
-        step, losses, durations = 0, deque[float](maxlen=REPORT_EVERY), deque[float](maxlen=REPORT_EVERY)
-        first_loss, validation_loss = math.nan, None
-        while self.progress < 1:
+    def is_to_resume(self) -> bool:
+        """As rank 0 sees the folder: ranks on other machines may see it later."""
+        seen = [self.options.resume and self.options.last_checkpoint is not None]
+        dist.broadcast_object_list(seen, src=0)
+        return seen[0]
+
+    @property
+    def progress(self) -> float:
+        return self.options.progress(self.state.step, self.state.seconds)
+
+    def run(self, reporter: Reporter | None, signals: StopSignals) -> Result:
+        """Train until the steps or the minutes are used up, or a signal has come."""
+        state, options = self.state, self.options
+        start = time.monotonic() - state.seconds
+        durations, stopped_by = deque[float](maxlen=REPORT_EVERY), None
+        while self.progress < 1 and stopped_by is None:
             step_start = time.monotonic()
             lr = float(self.scheduler.get_last_lr()[0])
             with zf.explain_oom(self.model):
-                own_loss = self.step(step)
-            step += 1
-            # Every rank needs rank 0's clock, or one could stop while another waits for it in a collective.
-            done = self.options.progress(step, time.monotonic() - start)
-            loss, self.progress = self.agree(own_loss, done)
+                own_loss = self.step()
+            # Every rank needs rank 0's clock, and all must stop at the same step, or one could stop while another
+            # waits for it in a collective.
+            loss, seconds, *counts = self.agree(own_loss, time.monotonic() - start, signals.counts)
+            state.step, state.seconds = state.step + 1, seconds
+            stopped_by = None if self.progress >= 1 else first_of(counts)
             if not math.isfinite(loss):
-                raise RuntimeError(f"the loss is {loss} at step {step}: use a smaller learning rate (--lr)")
-            losses.append(loss)
+                raise RuntimeError(f"the loss is {loss} at step {state.step}: use a smaller learning rate (--lr)")
+            state.add_loss(loss)
             durations.append(time.monotonic() - step_start)
-            if step == 1:
-                first_loss = loss
-            if step % self.options.validate_every == 0 or self.progress >= 1:
-                validation_loss = self.validate()
-            if reporter is not None and (step % REPORT_EVERY == 0 or self.progress >= 1):
-                status = Status(
-                    step=step,
-                    progress=self.progress,
-                    seconds=time.monotonic() - start,
-                    loss=fmean(losses),
-                    validation_loss=validation_loss,
-                    lr=lr,
-                    tokens=step * self.tokens_per_step,
-                    tokens_per_second=self.tokens_per_step / fmean(durations),
-                    state_bytes=self.snapshot["state_bytes"],
-                    comm_bytes=self.snapshot["comm_bytes"],
-                    skipped_steps=self.skipped_steps,
-                )
-                reporter.show(status)
-        assert validation_loss is not None  # the last step validates
+            if state.step % options.validate_every == 0 or self.progress >= 1:
+                state.validation_loss = self.validate()
+            is_last = self.progress >= 1 or stopped_by is not None
+            if reporter is not None and (state.step % REPORT_EVERY == 0 or self.progress >= 1):
+                reporter.show(self.status(lr, fmean(durations)))
+            if options.save_every and (is_last or state.step % options.save_every == 0):
+                self.save(reporter, background=not is_last)
         return Result(
-            steps=step,
-            tokens=step * self.tokens_per_step,
-            seconds=time.monotonic() - start,
-            first_loss=first_loss,
-            loss=fmean(losses),
-            validation_loss=validation_loss,
-            sample=self.sample(),
+            steps=state.step,
+            tokens=state.step * self.tokens_per_step,
+            seconds=state.seconds,
+            first_loss=state.first_loss,
+            loss=state.loss,
+            validation_loss=state.validation_loss,
+            sample=b"" if stopped_by else self.sample(),
+            stopped_by=stopped_by,
+            checkpoint=self.checkpoint,
         )
 
-    def step(self, number: int) -> torch.Tensor:
-        """One batch, one update; this rank's loss."""
-        options = self.options
-        batch = self.text.batch(options.batch, seed=options.seed, step=number, rank=self.rank)
-        loss: torch.Tensor = self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
-        loss.backward()
+    def step(self) -> torch.Tensor:
+        """One update from this rank's part of the next samples; its mean loss."""
+        mean = torch.zeros((), device=self.device)
+        for indices in self.samples.indices:
+            batch = self.text.window_batch(indices)
+            loss: torch.Tensor = self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
+            loss = loss / self.samples.accumulate
+            loss.backward()
+            mean += loss.detach()
         self.optimizer.step()
+        self.samples.step()
         self.snapshot = self.ledger.snapshot()  # before the gradients go, so that they are seen
         self.optimizer.zero_grad()
-        return loss.detach()
+        return mean
+
+    def save(self, reporter: Reporter | None, *, background: bool) -> None:
+        """A disk that is full for a while does not end the run: it is said, and the next save tries again."""
+        for _ in range(2):  # the first try may raise what went wrong with the save before, in the background
+            try:
+                self.checkpoint = zf.save(
+                    self.model,
+                    self.optimizer,
+                    self.options.checkpoints,
+                    tag=f"step-{self.state.step:08d}",
+                    extra=self.state.saved(self.snapshot["comm_bytes"]),
+                    data=self.samples,
+                    keep=KEEP,
+                    background=background,
+                ).path
+                return
+            except zf.CheckpointError as error:
+                problem = error
+                if reporter is not None:
+                    reporter.say(f"No checkpoint: {error}")
+        if not background:
+            raise problem
+
+    def status(self, lr: float, seconds_per_step: float) -> Status:
+        state = self.state
+        return Status(
+            step=state.step,
+            progress=self.progress,
+            seconds=state.seconds,
+            loss=state.loss,
+            validation_loss=state.validation_loss,
+            lr=lr,
+            tokens=state.step * self.tokens_per_step,
+            tokens_per_second=self.tokens_per_step / seconds_per_step,
+            state_bytes=self.snapshot["state_bytes"],
+            comm_bytes=state.sent_with(self.snapshot["comm_bytes"]),
+            skipped_steps=self.skipped_steps,
+        )
 
     @property
     def skipped_steps(self) -> int:
         info = zf.last_step(self.model)
         return 0 if info is None else info.skipped_total
 
-    def agree(self, own_loss: torch.Tensor, done: float) -> tuple[float, float]:
-        """The mean loss of all ranks, and how far the run is by the clock of rank 0."""
-        numbers = torch.stack([own_loss.double() / self.world, own_loss.new_tensor(done).double()])
-        if self.rank != 0:
-            numbers[1] = 0
+    def agree(self, own_loss: torch.Tensor, seconds: float, counts: list[int]) -> list[float]:
+        """The mean loss of all ranks, the clock of rank 0, and how many ranks have got each signal."""
+        numbers = torch.tensor([0.0, seconds if self.rank == 0 else 0.0, *counts], dtype=torch.float64)
+        numbers = numbers.to(own_loss.device)
+        numbers[0] = own_loss.double() / self.world
         dist.all_reduce(numbers)
-        loss, progress = numbers.tolist()
-        return loss, progress
+        agreed: list[float] = numbers.tolist()
+        return agreed
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -157,7 +220,7 @@ class Training:
         self.model.eval()
         loss = self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
         self.model.train()
-        return self.agree(loss, 0.0)[0]
+        return self.agree(loss, 0.0, [])[0]
 
     def sample(self) -> bytes:
         options = self.options
@@ -171,12 +234,16 @@ class Training:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.options.batch * self.options.gpt.seq * self.world
+        return math.prod(self.shares) * self.options.gpt.seq
 
     def description(self) -> dict[str, object]:
         """What config.json holds: enough to run it again."""
         return {
             **asdict(self.options),
+            "batch": self.shares.micro,
+            "at_once": self.shares.micro,
+            "accumulate": self.shares.accumulate,
+            "global_batch": math.prod(self.shares),
             "parameters": self.parameters,
             "world": self.world,
             "device": str(self.device),
@@ -187,10 +254,15 @@ class Training:
     def introduction(self) -> str:
         millions = self.parameters / 1e6
         megabytes = (len(self.text.training) + len(self.text.validation)) / 1e6
+        micro, ranks, accumulate = self.shares
+        many = f" x {accumulate} batches" if accumulate > 1 else ""
+        went_on = f", going on after step {self.state.step}" if self.state.step else ""
+        of_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}"
         return (
             f"Training a GPT of {millions:.1f}M parameters on {megabytes:.1f} MB of Python source: "
-            f"stage {self.options.stage}, {self.options.precision}, {self.world} "
-            f"rank{'s' if self.world > 1 else ''} on {self.device.type}. Run folder: {self.options.out}"
+            f"stage {self.options.stage}, {self.options.precision}, {of_ranks} on {self.device.type}, "
+            f"{math.prod(self.shares)} sequences a step ({micro} x {of_ranks}{many}){went_on}. "
+            f"Run folder: {self.options.out}"
         )
 
 
@@ -203,7 +275,7 @@ def summary(result: Result, options: TrainOptions) -> str:
     return (
         f"\nA sample of what it writes:\n\n{printable(result.sample)}\n\n"
         f"Loss {result.first_loss:.3f} at the start, {result.loss:.3f} at the end, "
-        f"{result.validation_loss:.3f} on text it has not seen.\n"
+        f"{result.validation_loss or math.nan:.3f} on text it has not seen.\n"
         f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s. "
         f"Metrics: {options.out / METRICS_FILE}"
     )

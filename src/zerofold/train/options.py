@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from zerofold.checkpoint.manifest import candidates
 from zerofold.placement import row
 from zerofold.precision import policy_of
+from zerofold.samples import Shares, share
 from zerofold.train.gpt import GPTConfig
 
 DEFAULT_STEPS = 300
+DEFAULT_BATCH = 8
 METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.json"
+CHECKPOINTS = "checkpoints"
+
+# What may be another when a run goes on; anything else would make it another run.
+CHANGEABLE = frozenset(
+    {"out", "resume", "stage", "precision", "steps", "minutes", "batch", "accumulate", "save_every", "plain"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     out: Path
-    """The run folder: config.json and metrics.jsonl."""
+    """The run folder: config.json, metrics.jsonl and checkpoints."""
+    resume: bool = False
+    """Go on from the last whole checkpoint in `out`; begin where there is none."""
     gpt: GPTConfig = field(default_factory=GPTConfig)
     stage: int = 3
     precision: str = "fp32"
@@ -26,21 +41,29 @@ class TrainOptions:
     """Stop after so many optimizer steps. With neither this nor `minutes`: 300."""
     minutes: float | None = None
     """Stop after so much time. With both, whichever comes first."""
-    batch: int = 8
-    """Sequences per rank and step."""
+    batch: int | None = None
+    """Sequences at a time on a rank."""
+    accumulate: int | None = None
+    """Batches of a rank that make a step."""
+    global_batch: int | None = None
+    """Sequences in a step, of all ranks: their batches times `accumulate`. Two of the three give the third."""
+    at_once: int = DEFAULT_BATCH
+    """Where only `global_batch` is given: the most sequences at a time on a rank."""
     lr: float = 3e-3
     seed: int = 0
     plain: bool = False
     """Lines instead of a progress bar."""
     validate_every: int = 50
+    save_every: int = 100
+    """Steps from one checkpoint to the next; the last step has one too. 0: never."""
     sample_bytes: int = 160
     """Length of the text written at the end."""
 
     def __post_init__(self) -> None:
         row(self.stage)
         policy_of(self.precision)
-        for name in ("batch", "validate_every"):
-            if getattr(self, name) < 1:
+        for name in ("batch", "accumulate", "global_batch", "validate_every"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps is {self.steps}: give at least 1, or minutes instead")
@@ -48,10 +71,13 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value}: give a number above 0")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}: give 0 or more")
-        if (self.out / METRICS_FILE).exists():
-            raise ValueError(f"{self.out} already holds a run: name another folder with --out")
+        for name in ("seed", "save_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more")
+        if (self.out / METRICS_FILE).exists() and not self.resume:
+            raise ValueError(
+                f"{self.out} already holds a run: --resume {self.out} goes on with it, --out names another folder"
+            )
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"{self.out} is a file: name a folder with --out")
 
@@ -66,3 +92,57 @@ class TrainOptions:
         by_steps = steps / self.step_limit if self.step_limit else 0.0
         by_time = seconds / (60 * self.minutes) if self.minutes else 0.0
         return min(1.0, max(by_steps, by_time))
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / CHECKPOINTS
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        found = candidates(self.checkpoints) if self.checkpoints.is_dir() else []
+        return found[0] if found else None
+
+    def shares(self, ranks: int) -> Shares:
+        """How the sequences of a step are shared: batch × ranks × accumulate."""
+        if self.global_batch is None:
+            return Shares(self.batch or DEFAULT_BATCH, ranks, self.accumulate or 1)
+        each = share(self.global_batch, ranks).micro
+        if self.batch is None and self.accumulate is None:
+            return share(self.global_batch, ranks, max(n for n in range(1, self.at_once + 1) if each % n == 0))
+        if self.batch is None:
+            assert self.accumulate is not None
+            if each % self.accumulate:
+                raise ValueError(
+                    f"a global batch of {self.global_batch} on {ranks} ranks is {each} sequences on each, which do not "
+                    f"divide into {self.accumulate} batches: {each} = {self.accumulate} x {each // self.accumulate} + "
+                    f"{each % self.accumulate}"
+                )
+            return Shares(each // self.accumulate, ranks, self.accumulate)
+        shares = share(self.global_batch, ranks, self.batch)
+        if self.accumulate not in (None, shares.accumulate):
+            raise ValueError(
+                f"batch {self.batch} x {ranks} ranks x accumulate {self.accumulate} = "
+                f"{self.batch * ranks * (self.accumulate or 1)}, not the global batch of {self.global_batch}: leave "
+                "one of the three out"
+            )
+        return shares
+
+    @classmethod
+    def of_run(cls, run: Path, given: dict[str, Any]) -> TrainOptions:
+        """The options to go on with a run: its own, but for what is `given` and may change."""
+        try:
+            config = json.loads((run / CONFIG_FILE).read_text())
+            gpt = GPTConfig(**config["gpt"])
+            names = {each.name for each in dataclasses.fields(cls)} - {"out", "gpt", "resume", "batch", "accumulate"}
+            saved = {name: config[name] for name in names if name in config}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{run} holds no run to go on with: its {CONFIG_FILE} cannot be read ({error})") from error
+        for name, value in given.items():
+            before = config["gpt"].get(name, saved.get(name))
+            if name not in CHANGEABLE and value != before:
+                raise ValueError(f"the run in {run} has {name} {before}, not {value}: leave it out, or begin a new run")
+        changed = {name: value for name, value in given.items() if name in CHANGEABLE - {"batch", "accumulate"}}
+        # The same command may be given for another number of ranks: the global batch stays, and this one is a bound.
+        if given.get("batch") is not None:
+            changed["at_once"] = given["batch"]
+        return cls(**{**saved, "gpt": gpt, **changed, "out": run, "resume": True})

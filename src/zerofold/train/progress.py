@@ -15,6 +15,8 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn
 from rich.text import Text
 
+from zerofold.train.options import CONFIG_FILE, METRICS_FILE
+
 PLAIN_LINE_EVERY_S = 5.0
 MIB = 2**20
 
@@ -43,11 +45,15 @@ class Status:
 
 
 class Reporter:
-    """Shows each status and writes it down; only rank 0 has one."""
+    """Shows each status and writes it down, after those up to step `after`; only rank 0 has one."""
 
-    def __init__(self, folder: Path, *, plain: bool, steps: int | None, output: TextIO | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, plain: bool, steps: int | None, after: int = 0, output: TextIO | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = (folder / "metrics.jsonl").open("w")
+        kept = _lines_until(folder / METRICS_FILE, after)
+        _write(folder / METRICS_FILE, "".join(kept))
+        self._metrics = (folder / METRICS_FILE).open("a")
         self._folder = folder
         self._steps = steps
         self._console = Console(file=output or sys.stdout, markup=False, highlight=False)
@@ -64,7 +70,7 @@ class Reporter:
         self._metrics.close()
 
     def config(self, config: dict[str, Any]) -> None:
-        (self._folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+        _write(self._folder / CONFIG_FILE, json.dumps(config, indent=2, default=str) + "\n")
 
     def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
@@ -82,6 +88,25 @@ class Reporter:
     def end_bar(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing: a run that is killed here must find the old one when it goes on."""
+    new = path.with_name(f".{path.name}")
+    new.write_text(text)
+    new.replace(path)
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """Lines of steps that are not taken again. The last one may have been cut off, if the run was killed."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() and step else []:
+        try:
+            if json.loads(line)["step"] <= step and line.endswith("\n"):
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return kept
 
 
 class _Bar:
