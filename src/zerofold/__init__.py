@@ -4,7 +4,8 @@ from zerofold.access import clip_grad_norm_, clip_grad_value_, full, full_grad, 
 from zerofold.checkpoint.contents import CheckpointError
 from zerofold.checkpoint.export import export
 from zerofold.checkpoint.load import load
-from zerofold.checkpoint.save import Saving, save, stage
+from zerofold.checkpoint.save import save, stage
+from zerofold.checkpoint.saving import Saving
 from zerofold.checkpoint.whole import full_tensors
 from zerofold.comm import CommError, DivergenceError
 from zerofold.join import join

@@ -67,6 +67,7 @@ def full_params(model: nn.Module, *, from_rank: int | None = None, masters: bool
         raise ValueError(f"from_rank={from_rank} is no rank of this model; it has 0 to {ranks - 1}")
     if from_rank is not None and not masters:
         raise ValueError("full_params: from_rank= is for changes, which masters=False does not take")
+    engine.settle()
     engine.hold_all(masters=masters)
     versions = {id(p): p._version for slab in engine.slabs() for p in slab.parameters}
     try:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerofold.agree import agree, check_same_on_all_ranks, fingerprint
 from zerofold.checkpoint.contents import Contents
 from zerofold.checkpoint.open import open_checkpoint
-from zerofold.checkpoint.save import finish_saving
+from zerofold.checkpoint.saving import finish_saving
 from zerofold.checkpoint.sources import choose_sources, load_buffers
 from zerofold.comm import Comm
 from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zerofold.engine import Engine
 from zerofold.sharded import ShardedParameter, ShardedTensor
 from zerofold.slab import Entry, Slab
+from zerofold.units import names_of_modules, names_of_sites
 
 
 class StateDicts:
@@ -50,9 +51,9 @@ class StateDicts:
                         yield slab, entry, face
 
     def _names(self, prefix: str) -> dict[int, list[str]]:
-        paths = {module: f"{prefix}{path}." if path else prefix for path, module in self._engine.model.named_modules()}
+        paths = names_of_modules(self._engine.model)
         entries = [entry for slab in self._engine.slabs() for entry in slab.entries]
-        return {id(e): [f"{paths[m]}{attribute}" for m, attribute in e.sites if m in paths] for e in entries}
+        return {id(entry): [f"{prefix}{name}" for name in names_of_sites(entry, paths)] for entry in entries}
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self._shows_whole:

@@ -140,6 +140,20 @@ def assign(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, list[Entr
     return assigned
 
 
+def names_of_modules(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Every path at which each module of the model is found."""
+    found: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(path)
+    return found
+
+
+def names_of_sites(entry: Entry, paths: dict[nn.Module, list[str]]) -> list[str]:
+    """Every name of a parameter in the model as it is now."""
+    places = [(path, attribute) for module, attribute in entry.sites for path in paths.get(module, ())]
+    return [f"{path}.{attribute}".lstrip(".") for path, attribute in places]
+
+
 def _prefixes(path: str) -> list[str]:
     """'a.b.c' → ['a', 'a.b', 'a.b.c']"""
     parts = path.split(".") if path else []

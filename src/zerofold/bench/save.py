@@ -27,7 +27,7 @@ from rich.table import Table
 import zerofold as zf
 from zerofold.bench.gpt import GPT, Block, GPTSize
 from zerofold.bench.machine import choose_device, choose_world, describe_software
-from zerofold.checkpoint.files import CHUNK_BYTES, threads_for
+from zerofold.checkpoint.files import CHUNK_BYTES, threads_here
 from zerofold.launch import RankFailed, init_ranks, run_ranks
 
 SIZES = {
@@ -110,7 +110,7 @@ class Trial:
         dist.barrier()
         path = self.folder / f"plain-{self.rank}"
         plain = plain_write(path, self.nbytes, 1)
-        many = plain_write(path, self.nbytes, threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        many = plain_write(path, self.nbytes, threads_here())
         dist.barrier()
         start = time.monotonic()
         zf.save(self.model, self.optimizer, self.folder)

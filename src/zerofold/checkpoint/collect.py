@@ -37,15 +37,18 @@ def collect(
     held = [*states.parameters(engine, trainable_only=trainable_only), *states.buffers(engine)]
     held += states.averages(engine)
     values, described = [], []
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}  # the same on all ranks: rank 0 writes them
+    own: dict[str, Tensor] = {}  # this rank's word
     for index, optimizer in enumerate(optimizers):
-        found, plain = states.optimizer_states(engine, index, optimizer)
-        held += found
-        values.append(encode(plain, f"optimizer.{index}.values", tensors))
-        groups = encode(states.groups_of(engine, optimizer), f"optimizer.{index}.groups", tensors)
-        described.append({"kind": type(optimizer).__name__, "groups": groups, "values": {}})
+        found = states.optimizer_states(engine, index, optimizer)
+        held += found.held
+        where = f"optimizer.{index}"
+        # Each parameter by itself: ranks speak for different ones, and rank 0 puts them together.
+        values.append({name: encode(rest, f"{where}.values[{name!r}]", own) for name, rest in found.plain.items()})
+        groups = encode(states.groups_of(engine, optimizer), f"{where}.groups", tensors)
+        others = encode(found.others, f"{where}.others", tensors)
+        described.append({"kind": type(optimizer).__name__, "groups": groups, "values": {}, "others": others})
     rank = engine.groups.control.rank
-    own: dict[str, Tensor] = {}
     position = states.states_of([data], "data")[0] if data is not None else None
     by_rank = encode({"rng": states.random_states(engine.groups.gather.device), "data": position}, f"rank.{rank}", own)
     same = {
@@ -69,7 +72,8 @@ def collect(
 
 
 def _name(held: states.Held) -> str:
-    return held.key if _shown_shape(held) == held.shape else f"{held.key}:{held.start}:{held.stop}"
+    """A name of the model may hold any character, so what tells pieces from wholes stands before it."""
+    return held.key if _shown_shape(held) == held.shape else f"piece/{held.start}-{held.stop}/{held.key}"
 
 
 def _shown_shape(held: states.Held) -> tuple[int, ...]:

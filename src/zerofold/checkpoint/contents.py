@@ -49,7 +49,8 @@ class OptimizerContents:
 
     groups: list[dict[str, Any]]  # hyperparameters as plain data; "params" is a list of names
     states: dict[str, dict[str, Stored | Any]]  # by parameter name and state name: a tensor on disk, or a plain value
-    kind: str = ""  # the class that wrote it, for messages
+    kind: str = ""  # the class that wrote it
+    others: dict[Any, Any] = field(default_factory=dict)  # what it keeps under no parameter
 
 
 @dataclass

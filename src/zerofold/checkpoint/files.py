@@ -13,13 +13,13 @@ import errno
 import hashlib
 import json
 import os
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ NAMES = {
 # fmt: on
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
+T = TypeVar("T")
 Progress = Callable[[int], None]
 """Told about every number of bytes that has been done."""
 
@@ -86,6 +87,8 @@ def lay_out(tensors: Iterable[tuple[str, Tensor, tuple[int, ...]]]) -> FileLayou
     for name, tensor, shape in given:
         if tensor.dtype not in NAMES:
             raise TypeError(f"'{name}' has dtype {tensor.dtype}, which safetensors files do not have")
+        if name in described:
+            raise CheckpointError(f"two tensors would be stored under one name, '{name}': rename a parameter")
         offsets = [end, end + tensor.nbytes]
         described[name] = {"dtype": NAMES[tensor.dtype], "shape": list(shape), "data_offsets": offsets}
         end += tensor.nbytes
@@ -155,10 +158,42 @@ def write(path: Path, layout: FileLayout, image: Chunks, progress: Progress, *, 
             progress(at - number * CHUNK_BYTES)
             return digest.hexdigest()
 
-        with ThreadPoolExecutor(threads) as pool:
-            digests = list(pool.map(put, range(layout.chunks)))
+        digests = in_parallel(put, range(layout.chunks), threads)
         os.fsync(descriptor)
     return digests
+
+
+def in_parallel(function: Callable[[int], T], numbers: Iterable[int], threads: int) -> list[T]:
+    """[function(n) for n in numbers] by a few threads. The first error is raised, and what has not begun is left.
+
+    concurrent.futures takes no work while a process ends, which is when the last checkpoint is often written.
+    """
+    todo = list(numbers)
+    done: dict[int, T] = {}
+    errors: list[BaseException] = []
+    rest = iter(range(len(todo)))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                place = next(rest, None)
+            if place is None:
+                return
+            try:
+                done[place] = function(todo[place])
+            except BaseException as error:
+                errors.append(error)
+
+    helpers = [threading.Thread(target=work) for _ in range(min(threads, len(todo)) - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
+    return [done[place] for place in range(len(todo))]
 
 
 def _write_all(descriptor: int, buffer: memoryview, at: int) -> int:
@@ -209,8 +244,7 @@ class WrittenFile:
                 if progress is not None:
                     progress(len(data))
 
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(check_one, numbers))
+            in_parallel(check_one, numbers, threads)
 
     def forget_cache(self) -> None:
         """What is read next comes from the disk, where the system allows to ask for that."""
@@ -263,7 +297,8 @@ def _explain(path: Path, error: OSError) -> str:
     return f"{path}: {error.strerror or error}"
 
 
-def threads_for(ranks_here: int) -> int:
-    """Threads for one rank that shares this machine with others."""
+def threads_here() -> int:
+    """Threads for one rank, which shares this machine with the others on it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, cores // max(1, ranks_here)))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(8, cores // max(1, ranks)))

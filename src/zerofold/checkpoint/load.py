@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ import torch
 from torch import nn
 
 from zerofold.checkpoint import states
+from zerofold.checkpoint.around import all_or_nothing, changes_around
 from zerofold.checkpoint.collect import Optimizers, listed, optimizers_of
 from zerofold.checkpoint.contents import CheckpointError, Contents
-from zerofold.checkpoint.files import DamagedError, threads_for
+from zerofold.checkpoint.files import DamagedError, threads_here
 from zerofold.checkpoint.manifest import candidates, is_checkpoint
 from zerofold.checkpoint.native import check_ranges, open_native
 from zerofold.checkpoint.open import open_checkpoint
-from zerofold.checkpoint.plan import Plan, plan_optimizers, plan_tensors
-from zerofold.checkpoint.save import finish_saving
+from zerofold.checkpoint.plan import Plan, plan_tensors
+from zerofold.checkpoint.plan_optimizers import plan_optimizers
+from zerofold.checkpoint.saving import finish_saving
 from zerofold.checkpoint.together import together
 from zerofold.engine import Engine
 
@@ -43,8 +45,9 @@ def load(
     `path` is a checkpoint, or the folder with several that zf.save was given: then the latest, or if that is damaged
     the newest that is whole, with a warning. The number of ranks, the stage, the cut, the units, the device and the
     precision may be others than those it was saved with; states of another optimizer class are taken when they have
-    the same names. With optimizer=None it loads the weights alone. Where the number of ranks is the same, each gets
-    its random generators back; otherwise those ranks that were there do.
+    the same names. With optimizer=None it loads the weights alone, and what else is named here. Where the number of
+    ranks is the same, each gets its random generators back; otherwise those ranks that were there do. Gradients are
+    cleared. A checkpoint that is damaged or does not fit leaves everything as it was.
 
     scheduler, data   as given to zf.save
     strict            False: what the model or the checkpoint has alone is left out, with a warning
@@ -77,13 +80,13 @@ def load(
                 raise DamagedError(_no_way_out(damaged, Path(path))) from error
     if damaged and control.rank == 0:
         warnings.warn(f"{damaged[0]}. Going on with {contents.where}, which is whole", stacklevel=2)
-    later = together(control, lambda: _check_plain(engine, contents, [*engine.schedulers, *given], data, optimizers))
     for line in plan.warnings if control.rank == 0 else ():
         warnings.warn(line, stacklevel=2)
     engine.settle()
+    all_or_nothing(control, partial(changes_around, engine, contents, given, data, optimizers))
     together(control, lambda: _apply(engine, plan))
-    for restore in later:
-        restore()
+    for each in optimizers:
+        each.zero_grad()  # gradients of other weights
     extra = contents.plain.get("extra")
     return {} if extra is None else dict(extra)
 
@@ -97,8 +100,11 @@ def _look(
 
     def make() -> Plan:
         plan = Plan()
-        plan_tensors(engine, contents, plan, base=base, strict=strict)
-        plan_optimizers(engine, optimizers, contents, plan, strict=strict)
+        try:
+            plan_tensors(engine, contents, plan, base=base, strict=strict)
+            plan_optimizers(engine, optimizers, contents, plan, strict=strict)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
         check_ranges([*((fill.stored, fill.start, fill.stop) for fill in plan.fills), *plan.checked])
         return plan
 
@@ -106,54 +112,13 @@ def _look(
 
 
 def _apply(engine: Engine, plan: Plan) -> None:
-    with torch.no_grad(), ThreadPoolExecutor(threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))) as pool:
+    with torch.no_grad(), ThreadPoolExecutor(threads_here()) as pool:
         list(pool.map(lambda fill: fill.run(), plan.fills))
     for restore in plan.restores:
         restore()
     for slab in engine.slabs():
         slab.mark_changed()
     engine.schedule.refresh()
-
-
-def _check_plain(
-    engine: Engine, contents: Contents, schedulers: list[Any], data: Any, optimizers: list[torch.optim.Optimizer]
-) -> list[Callable[[], None]]:
-    """What is to be called at the end, after everything was found to be there."""
-    saved, rank, world = contents.plain.get("schedulers"), engine.groups.control.rank, engine.groups.control.size
-    later: list[Callable[[], None]] = []
-    if not optimizers:
-        return later
-    if saved is not None and len(saved) != len(schedulers):
-        raise CheckpointError(
-            f"{contents.where} holds the state of {len(saved)} scheduler(s), and there are {len(schedulers)} here: "
-            "give those that it was saved with as scheduler= (or to zf.attach)"
-        )
-    for scheduler, state in zip(schedulers, saved or [], strict=True):
-        later.append(lambda scheduler=scheduler, state=state: scheduler.load_state_dict(state))  # type: ignore[misc]
-    if contents.plain.get("scaler") is not None:
-        later.append(lambda: engine.set_scaler(contents.plain["scaler"]))
-    if rank < contents.ranks:
-        own = contents.of_rank(rank)
-        later.append(lambda: states.set_random_states(own["rng"], engine.groups.gather.device))
-    if data is not None:
-        later.append(_data_restorer(contents, data, rank, world))
-    return later
-
-
-def _data_restorer(contents: Contents, data: Any, rank: int, world: int) -> Callable[[], None]:
-    if not callable(getattr(data, "load_state_dict", None)):
-        raise TypeError(f"data: {type(data).__name__} has no load_state_dict(), so its state cannot be loaded")
-    positions = [contents.of_rank(each).get("data") for each in range(contents.ranks)]
-    if not positions or positions[0] is None:
-        raise CheckpointError(f"{contents.where} holds no position in the data: it was saved without data=")
-    if world == contents.ranks:
-        return lambda: data.load_state_dict(positions[rank])
-    if any(position != positions[0] for position in positions):
-        raise CheckpointError(
-            f"{contents.where} holds the position in the data of each of {contents.ranks} ranks, and there are {world} "
-            "now: use data that does not depend on the number of ranks (zf.Samples), or leave data= out"
-        )
-    return lambda: data.load_state_dict(positions[0])
 
 
 def _no_way_out(damaged: list[str], path: Path) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -80,22 +81,43 @@ class Manifest:
         if not _is_intact(folder, text):
             raise DamagedError(f"{folder / MANIFEST} is damaged: it does not match {DIGEST}")
         try:
+            if body["version"] != VERSION or body["chunk_bytes"] != CHUNK_BYTES:
+                raise ValueError(f"version {version} in chunks of {body['chunk_bytes']}")
             tensors = {key: Entry(**entry) for key, entry in body["tensors"].items()}
             manifest = cls(body["files"], tensors, body["about"], body["plain"])
             manifest._check(folder)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except Exception as error:  # what stands there may be anything
             raise DamagedError(f"{folder / MANIFEST} is damaged: {type(error).__name__} {error}") from error
         return manifest
 
     def _check(self, folder: Path) -> None:
+        """Raises for whatever reading could stumble over. A digest that fits only says that somebody wrote it so."""
         for file in self.files:
-            if Path(file["name"]).name != file["name"]:
+            if Path(file["name"]).name != file["name"] or file["name"] in (".", ".."):
                 raise ValueError(f"file {file['name']!r} is outside {folder}")
-            if len(file["sha256"]) != -(-file["bytes"] // CHUNK_BYTES):
+            if not _is_count(file["bytes"]) or len(file["sha256"]) != -(-file["bytes"] // CHUNK_BYTES):
                 raise ValueError(f"digests of {file['name']}")
+            if not all(isinstance(digest, str) for digest in file["sha256"]):
+                raise TypeError(f"digests of {file['name']}")
         for key, entry in self.tensors.items():
-            if entry.dtype not in DTYPES:
-                raise ValueError(f"{key} has dtype {entry.dtype}")
+            if entry.dtype not in DTYPES or not all(map(_is_count, entry.shape)):
+                raise ValueError(f"'{key}' has dtype {entry.dtype} and shape {entry.shape}")
+            entry.pieces = sorted((tuple(piece) for piece in entry.pieces), key=lambda piece: piece[1])  # type: ignore[misc]
+            end, itemsize = 0, DTYPES[entry.dtype].itemsize
+            for number, start, stop, offset in entry.pieces:
+                if not all(map(_is_count, (number, start, stop, offset))) or start != end or stop <= start:
+                    raise ValueError(f"the pieces of '{key}' do not follow each other")
+                if offset + (stop - start) * itemsize > self.files[number]["bytes"]:
+                    raise ValueError(f"a piece of '{key}' is outside its file")
+                end = stop
+            if end != math.prod(entry.shape):
+                raise ValueError(f"the pieces of '{key}' do not cover it")
+        if not isinstance(self.plain, dict) or not isinstance(self.about, dict):
+            raise TypeError("plain data")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
@@ -138,7 +160,7 @@ def candidates(path: Path) -> list[Path]:
     with reported(path):
         others = sorted((f for f in path.iterdir() if _is_offered(f)), key=age, reverse=True)
     # One that was moved aside for another of its name counts as long as no such one has come.
-    others = [f for f in others if not (f.name.startswith(REPLACED) and (path / _plain_name(f.name)).exists())]
+    others = [f for f in others if not (f.name.startswith(REPLACED) and (path / plain_name(f.name)).exists())]
     latest = named_latest(path)
     found = [path / latest] if latest is not None and is_checkpoint(path / latest) else []
     return found + [folder for folder in others if folder not in found]
@@ -148,7 +170,7 @@ def _is_offered(folder: Path) -> bool:
     return not folder.name.startswith(TEMPORARY) and is_checkpoint(folder)
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     return name.removeprefix(REPLACED).rpartition("-")[0]
 
 

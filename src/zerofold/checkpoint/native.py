@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor
 
 from zerofold.checkpoint.contents import CheckpointError, Contents, OptimizerContents, Stored, numel
-from zerofold.checkpoint.files import DTYPES, DamagedError, Progress, WrittenFile, threads_for
+from zerofold.checkpoint.files import DTYPES, DamagedError, Progress, WrittenFile, threads_here
 from zerofold.checkpoint.manifest import Entry, Manifest, candidates, is_checkpoint
 from zerofold.checkpoint.plain import decode
 
@@ -45,18 +46,11 @@ class NativeTensor:
             for number in self.files[file].chunks(at, at + (high - low) * self.dtype.itemsize):
                 yield file, number
 
-    def _overlapping(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
-        found, covered = [], start
-        for file, low, high, at in sorted(self.entry.pieces, key=lambda piece: piece[1]):
+    def _overlapping(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        for file, low, high, at in self.entry.pieces:  # in order and without gaps: the manifest was checked
             first, last = max(low, start), min(high, stop)
             if first < last:
-                if first != covered:
-                    break
-                covered = last
-                found.append((file, first, last, at + (first - low) * self.dtype.itemsize))
-        if covered < stop:
-            raise DamagedError(f"the pieces of '{self.key}' do not cover it: elements from {covered} on are missing")
-        return found
+                yield file, first, last, at + (first - low) * self.dtype.itemsize
 
 
 def is_native(path: Path) -> bool:
@@ -96,18 +90,48 @@ def open_native(folder: Path) -> Contents:
             of_rank=lambda rank: decode(by_rank[rank], fetch),
         )
         for index, saved in enumerate(plain["optimizers"]):
-            states: dict[str, dict[str, Stored | Any]] = decode(saved["values"], fetch)
+            states: dict[str, dict[str, Stored | Any]] = {
+                name: dict(decode(values, fetch)) for name, values in saved["values"].items()
+            }
             for key, stored in _under(f"optimizer.{index}/", tensors).items():
                 state, _, name = key.partition("/")
-                states.setdefault(name, {})[state] = stored
-            contents.optimizers.append(OptimizerContents(decode(saved["groups"], fetch), states, saved["kind"]))
+                states.setdefault(name, {})[unquote(state)] = stored
+            groups, others = (
+                [dict(group) for group in decode(saved["groups"], fetch)],
+                dict(decode(saved["others"], fetch)),
+            )
+            contents.optimizers.append(OptimizerContents(groups, states, str(saved["kind"]), others))
         for index, average in enumerate(plain["averages"]):
             contents.averages.append({**average, "tensors": _under(f"average.{index}/", tensors)})
         contents.plain = {key: decode(plain[key], fetch) for key in ("extra", "schedulers", "scaler")}
         contents.plain["about"] = manifest.about
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedError(f"{folder}: its manifest is not complete ({type(error).__name__}: {error})") from error
+        check_plain(contents)
+    except CheckpointError:
+        raise
+    except Exception as error:  # what stands there may be anything
+        raise DamagedError(f"{folder}: its manifest is not what it should be ({_brief(error)})") from error
     return contents
+
+
+def check_plain(contents: Contents) -> None:
+    """That loading will find what it expects."""
+    extra, scaler, schedulers = (contents.plain[key] for key in ("extra", "scaler", "schedulers"))
+    if not (extra is None or isinstance(extra, dict)) or not isinstance(schedulers, list):
+        raise TypeError("extra or schedulers")
+    if not all(isinstance(value, (int, float)) for value in dict(scaler).values()):
+        raise TypeError("the loss scale")
+    texts = [*contents.aliases.items(), *(contents.base or {}).items()]
+    if not all(isinstance(text, str) for pair in texts for text in pair):
+        raise TypeError("aliases or fingerprints")
+    for optimizer in contents.optimizers:
+        if not all(isinstance(name, str) for group in optimizer.groups for name in group["params"]):
+            raise TypeError("names in groups")
+    if not all(isinstance(average["updates"], int) for average in contents.averages):
+        raise TypeError("averages")
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _under(prefix: str, tensors: dict[str, NativeTensor]) -> dict[str, Any]:
@@ -127,7 +151,7 @@ def check_ranges(ranges: Iterable[tuple[Stored, int, int]]) -> None:
                 written = stored.files[file]
                 files.setdefault(written.path, (written, set()))[1].add(number)
     for written, numbers in files.values():
-        written.check(sorted(numbers), threads=threads_for(1))
+        written.check(sorted(numbers), threads=threads_here())
 
 
 def verify_native(path: Path, progress: Progress | None = None) -> list[str]:
@@ -139,13 +163,7 @@ def verify_native(path: Path, progress: Progress | None = None) -> list[str]:
         return [str(error)]
     for file in files_of(manifest, path):
         try:
-            file.check(range(len(file.digests)), threads=threads_for(1), progress=progress)
-        except CheckpointError as error:
-            problems.append(str(error))
-    for key, entry in manifest.tensors.items():
-        stored = NativeTensor(key, entry, files_of(manifest, path))
-        try:
-            list(stored.chunks(0, numel(stored)))
+            file.check(range(len(file.digests)), threads=threads_here(), progress=progress)
         except CheckpointError as error:
             problems.append(str(error))
     return problems

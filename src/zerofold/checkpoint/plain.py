@@ -40,6 +40,8 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, ShardedTensor):
         raise TypeError(f"{where} is a sharded tensor: save zf.full(tensor) instead")
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_quantized:
+            raise TypeError(f"{where} is a {value.layout} tensor, which has no place in a file: save it as a dense one")
         tensors[where] = value.detach().clone()  # the caller may change his while it is being written
         return {"$tensor": where}
     if isinstance(value, numpy.ndarray):
@@ -58,7 +60,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         items = [encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, (set, frozenset)):
-        return {"$set": [encode(item, f"{where}{{}}", tensors) for item in sorted(value)]}
+        return {"$set": [encode(item, f"{where}{{}}", tensors) for item in sorted(value, key=repr)]}
     if isinstance(value, dict):
         pairs = [(key, encode(item, f"{where}[{key!r}]", tensors)) for key, item in value.items()]
         if isinstance(value, Counter):
@@ -93,7 +95,7 @@ def _special(key: str, held: Any, tensor: Callable[[str], Tensor]) -> Any:
     if key == "$array":
         return tensor(held).numpy()
     if key == "$bytes":
-        return base64.b64decode(held)
+        return base64.b64decode(held, validate=True)
     if key == "$dtype" and held in _DTYPES:
         return _DTYPES[held]
     if key == "$tuple":

@@ -8,6 +8,7 @@ is loaded into can say: `named` gives its parameters' names, in the order of its
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zerofold.checkpoint.contents import CheckpointError, OptimizerContents
@@ -35,7 +36,7 @@ def named(optimizer: OptimizerContents, names: Sequence[str]) -> OptimizerConten
 
     groups = [{**group, "params": [real(name) for name in group["params"]]} for group in optimizer.groups]
     states = {real(name): state for name, state in optimizer.states.items()}
-    return OptimizerContents(groups, states, optimizer.kind)
+    return replace(optimizer, groups=groups, states=states)
 
 
 def names_of_positions(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerofold.checkpoint import commit as folders
 from zerofold.checkpoint import states
 from zerofold.checkpoint.collect import Collected, Optimizers, collect, listed, optimizers_of
-from zerofold.checkpoint.contents import CheckpointError
-from zerofold.checkpoint.files import Image, WrittenFile, threads_for, write
+from zerofold.checkpoint.files import Image
+from zerofold.checkpoint.job import Job
+from zerofold.checkpoint.saving import Report, Saving, finish_saving
 from zerofold.checkpoint.staging import Snapshot, Staging
 from zerofold.checkpoint.together import together
 from zerofold.engine import Engine
@@ -28,9 +28,6 @@ from zerofold.engine import Engine
 # For ranks to connect before the first save in the background; gloo waits five times as long for one that has died.
 MEETING = timedelta(minutes=1)
 _LONGEST_WRITE = timedelta(hours=6)  # by which ranks may be apart; one that dies is noticed at once all the same
-
-Report = Callable[[int, int], None]
-"""Told the bytes that this rank has written, and all it will write."""
 
 
 def save(
@@ -78,7 +75,7 @@ def save(
     """
     engine = Engine.of(model)
     finish_saving(engine)
-    path, control = Path(path), engine.groups.control
+    path, control = Path(path).absolute(), engine.groups.control  # the working folder may change meanwhile
     schedulers = listed(scheduler)
 
     def look() -> Collected:
@@ -87,6 +84,8 @@ def save(
             raise ValueError(f"keep={keep!r} must be a number of checkpoints of at least 1, or None to keep all")
         if engine.is_swapped:
             raise RuntimeError("zf.save inside `with average.swapped()` would save the averages as weights: leave it")
+        if engine.schedule.holders:
+            raise RuntimeError("zf.save inside `with zf.full_params(model)`: what was changed there counts at its end")
         return collect(engine, optimizers_of(engine, optimizer), extra, schedulers, data, trainable_only)
 
     engine.take_in_changes()
@@ -95,21 +94,23 @@ def save(
     total = torch.tensor([collected.layout.nbytes])
     control.all_reduce(total, unit="save").wait()
     begun = together(control, lambda: folders.begin(path, tag, int(total)) if control.rank == 0 else None)
-    name, folder = control.all_gather_objects(begun)[0]
-    saving = Saving(path / name, collected.layout.nbytes, progress)
-    job = _Job(engine, saving, folder, collected, base, keep)
+    tag, folder = control.all_gather_objects(None if begun is None else (begun.tag, begun.folder))[0]
+    place = begun or folders.Place(path, tag, folder)
+    saving = Saving(path / tag, collected.layout.nbytes, progress)
+    job = Job(engine, saving, place, collected, base, keep)
     if not background:
         job.run(control.group, Image(collected.layout))
         saving.wait()
         return saving
-    group = engine.saving_group = engine.saving_group or _new_group(engine)
-    if engine.staging is None:
-        engine.staging = Staging(engine.groups.gather.device)
-    snapshot = Snapshot(collected.layout, engine.staging)
+    try:
+        group = engine.saving_group = engine.saving_group or _new_group(engine)
+        snapshot = together(control, lambda: Snapshot(collected.layout, staging_of(engine)))
+    except Exception:
+        place.abandon()
+        raise
     engine.before_change.append(snapshot.settle)
-    for each in optimizers_of(engine, optimizer):
-        if each not in engine.optimizers:  # nothing of ours runs before its step
-            saving.hooks.append(each.register_step_pre_hook(lambda *_: snapshot.settle()))
+    # Any optimizer's: one that was built on the sharded parameters and never attached changes them as well.
+    saving.after.append(register_optimizer_step_pre_hook(lambda *_: snapshot.settle()).remove)
     engine.saving = saving
     saving.start(lambda: job.run(group, snapshot))
     return saving
@@ -127,150 +128,27 @@ def stage(model: nn.Module, optimizer: Optimizers = None) -> None:
     >>> zf.close(model)
     """
     engine = Engine.of(model)
+    engine.take_in_changes()
     held = [*states.parameters(engine, trainable_only=False), *states.averages(engine)]
     for index, each in enumerate(optimizers_of(engine, optimizer)):
-        held += states.optimizer_states(engine, index, each)[0]
+        held += states.optimizer_states(engine, index, each).held
     nbytes = sum(each.flat.nbytes for each in held) + 2**20
+    staging = staging_of(engine)
+
+    def reserve() -> None:
+        try:
+            staging.reserve(nbytes)
+        except RuntimeError as error:  # the save will try again, and raise
+            warnings.warn(f"zf.stage: {nbytes:,} bytes of host memory could not be reserved: {error}", stacklevel=2)
+
+    threading.Thread(target=reserve, name="zerofold-stage", daemon=True).start()
+
+
+def staging_of(engine: Engine) -> Staging:
     if engine.staging is None:
         engine.staging = Staging(engine.groups.gather.device)
-    threading.Thread(target=engine.staging.reserve, args=(nbytes,), name="zerofold-stage", daemon=True).start()
-
-
-class Saving:
-    """A checkpoint on its way. `wait` returns when it is complete, and raises what went wrong, on every rank.
-
-    >>> import tempfile, torch, zerofold as zf
-    >>> model, folder = zf.shard(torch.nn.Linear(64, 64), stage=3), tempfile.mkdtemp()
-    >>> saving = zf.save(model, None, folder, background=True)
-    >>> saving.wait()
-    >>> saving.is_done, saving.written == saving.total
-    (True, True)
-    >>> zf.close(model)
-    """
-
-    def __init__(self, path: Path, total: int, progress: Report | None) -> None:
-        self.path, self.total, self.written = path, total, 0
-        self.hooks: list[Any] = []
-        self._progress, self._lock = progress, threading.Lock()
-        self._error: BaseException | None = None
-        self.was_told = False  # of the error
-        self._thread: threading.Thread | None = None
-
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-        while self.hooks:
-            self.hooks.pop().remove()
-        if self._error is not None:
-            self.was_told = True
-            raise self._error
-
-    @property
-    def is_done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def start(self, run: Callable[[], None]) -> None:
-        # Not a daemon: a process that ends waits for its checkpoint.
-        self._thread = threading.Thread(target=run, name="zerofold-save")
-        self._thread.start()
-
-    def advance(self, nbytes: int) -> None:
-        with self._lock:
-            self.written += nbytes
-            if self._progress is not None:
-                self._progress(self.written, self.total)
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        if self._thread is not None:  # training goes on, so nobody may be waiting
-            warnings.warn(f"the checkpoint {self.path} was not saved: {error}", stacklevel=2)
-
-
-def finish_saving(engine: Engine) -> None:
-    """Waits for a save in the background, and raises what went wrong with it, if nobody has been told yet."""
-    saving, engine.saving = engine.saving, None
-    if isinstance(saving, Saving) and not saving.was_told:
-        saving.wait()
-
-
-class _Job:
-    """One rank's part of a save: write, and agree with the others on how it went."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        saving: Saving,
-        folder: Path,
-        collected: Collected,
-        base: dict[str, str] | None,
-        keep: int | None,
-    ) -> None:
-        self._control, self._saving, self._folder, self._keep = engine.groups.control, saving, folder, keep
-        self._collected, self._base = collected, base
-        self._about = {
-            "world": self._control.size,
-            "row": engine.row.name,
-            "cut": engine.row.cut.value,
-            "precision": engine.precision.summary,
-            "torch": torch.__version__,
-            "parameters": engine.psi,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-
-    def run(self, group: dist.ProcessGroup, image: Image | Snapshot) -> None:
-        try:
-            try:
-                written: dict[str, Any] | str = self._write(image)
-            except Exception as error:
-                written = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            self._conclude(group, written)
-        except Exception as error:
-            self._saving.fail(error)
-
-    def _write(self, image: Image | Snapshot) -> dict[str, Any]:
-        if isinstance(image, Snapshot):
-            image.copy()
-        layout, threads = self._collected.layout, threads_for(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        path = self._folder / f"rank-{self._control.rank:05d}.safetensors"
-        digests = write(path, layout, image, self._saving.advance, threads=threads)
-        file = WrittenFile(path, layout.nbytes, digests)
-        if self._keep is not None:  # others will be removed for it
-            file.forget_cache()
-            file.check(range(len(digests)), threads=threads)
-        return {
-            "file": {"name": path.name, "bytes": layout.nbytes, "sha256": digests},
-            "pieces": self._collected.pieces,
-            "values": self._collected.values,
-            "own": self._collected.own,
-        }
-
-    def _conclude(self, group: dist.ProcessGroup, written: dict[str, Any] | str) -> None:
-        """Rank 0 takes everybody's word and makes it a checkpoint, or tells everybody why not."""
-        root = dist.get_global_rank(group, 0)
-        tables: list[Any] | None = [None] * self._control.size if self._control.rank == 0 else None
-        dist.gather_object(written, tables, dst=root, group=group)
-        outcome: list[str | None] = [None]
-        if tables is not None:
-            outcome = [self._commit(tables)]
-        dist.broadcast_object_list(outcome, src=root, group=group)
-        if outcome[0] is not None:
-            raise CheckpointError(outcome[0])
-
-    def _commit(self, tables: list[Any]) -> str | None:
-        try:
-            for rank, table in enumerate(tables):
-                if isinstance(table, str):
-                    raise CheckpointError(f"rank {rank}: {table}")
-            plain = {**self._collected.plain, "base": self._base}
-            path, tag = self._saving.path.parent, self._saving.path.name
-            manifest = folders.assemble(tables, self._about, plain)
-            final = folders.commit(path, tag, self._folder, manifest)
-            if self._keep is not None:
-                folders.prune(path, final, self._keep)
-        except Exception as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return None
+    assert isinstance(engine.staging, Staging)
+    return engine.staging
 
 
 def _new_group(engine: Engine) -> dist.ProcessGroup:

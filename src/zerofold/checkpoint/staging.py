@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofold.checkpoint.contents import CheckpointError
 from zerofold.checkpoint.files import CHUNK_BYTES, FileLayout, Image
 
 BLOCK_BYTES = 4 * CHUNK_BYTES
@@ -54,6 +55,9 @@ class Snapshot:
         self._layout, self._staging = layout, staging
         self._copied = threading.Event()
         self._event: Any = None
+        self._versions = [part.tensor._version for part in layout.parts]
+        self._is_settled = False
+        self._changed: str | None = None
         staging.reserve(layout.nbytes)
         self._put(0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
         if staging.device.type != "cpu":
@@ -72,15 +76,31 @@ class Snapshot:
         """In the background: returns when all is in host memory."""
         try:
             self._copy() if self._event is None else self._event.synchronize()
+            if not self._is_settled:
+                self._check()
         finally:
             self._copied.set()
+        if self._changed is not None:
+            raise CheckpointError(
+                f"'{self._changed}' was changed by hand while it was being copied: change states in an optimizer's "
+                "step or inside `with zf.full_params(model)`, or wait for the save first"
+            )
 
     def settle(self) -> None:
         """The states may change after this."""
         if self._event is None:
             self._copied.wait()
-        else:
+        elif not self._is_settled:
+            self._check()
+            self._is_settled = True
             torch.accelerator.current_stream(self._staging.device).wait_event(self._event)
+
+    def _check(self) -> None:
+        """Whoever changes a state by rights has it settled first."""
+        for part, version in zip(self._layout.parts, self._versions, strict=True):
+            if part.tensor._version != version:
+                self._changed = part.name
+                return
 
     def _copy(self) -> None:
         for start, data in Image(self._layout).within(0, self._layout.nbytes):

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import numpy
 import torch
@@ -21,6 +22,7 @@ from zerofold.fingerprints import fingerprint_tensor
 from zerofold.optim.ema import EMA
 from zerofold.sharded import ShardedParameter, ShardedTensor
 from zerofold.slab import Slab
+from zerofold.units import names_of_modules, names_of_sites
 
 
 @dataclass(frozen=True)
@@ -85,25 +87,31 @@ def buffers(engine: Engine) -> Iterator[Held]:
 
 
 def persistent_buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    seen: set[int] = set()
-    for path, module in engine.model.named_modules():
+    for names, buffer in buffers_by_names(engine):
+        yield names[0], buffer
+
+
+def buffers_by_names(engine: Engine) -> list[tuple[list[str], Tensor]]:
+    """Every persistent buffer with all of its names."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for module, paths in names_of_modules(engine.model).items():
         for name, buffer in module._buffers.items():
-            left_out = buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen
-            if buffer is not None and not left_out:
-                seen.add(id(buffer))
-                yield clean(f"{path}.{name}".lstrip(".")), buffer
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names = [clean(f"{path}.{name}".lstrip(".")) for path in paths]
+                found.setdefault(id(buffer), ([], buffer))[0].extend(names)
+    return list(found.values())
 
 
 def aliases(engine: Engine) -> dict[str, str]:
-    """Further names of parameters that are held in several places."""
-    paths = {module: path for path, module in engine.model.named_modules()}
-    found = {}
+    """Further names of parameters and buffers that are held in several places."""
+    paths, found = names_of_modules(engine.model), {}
     for slab in engine.slabs():
         for entry in slab.entries:
-            for module, attribute in entry.sites:
-                name = clean(f"{paths[module]}.{attribute}".lstrip("."))
+            for name in map(clean, names_of_sites(entry, paths)):
                 if name != clean(entry.name):
                     found[name] = clean(entry.name)
+    for (first, *others), _ in buffers_by_names(engine):
+        found |= dict.fromkeys(others, first)
     return found
 
 
@@ -112,25 +120,41 @@ def names_of(engine: Engine) -> dict[int, str]:
     return {key: clean(name) for key, (name, _) in engine.faces().items()}
 
 
-def optimizer_states(
-    engine: Engine, index: int, optimizer: torch.optim.Optimizer
-) -> tuple[list[Held], dict[str, dict[str, Any]]]:
-    """Tensors, and by parameter and state what is plain data."""
-    names, held, plain = names_of(engine), [], {}
+@dataclass(frozen=True)
+class OptimizerStates:
+    """What this rank writes of one optimizer's states."""
+
+    held: list[Held]
+    plain: dict[str, dict[str, Any]]  # by parameter and state: what is no tensor
+    others: dict[Any, Any]  # what is kept under no parameter
+
+
+def optimizer_states(engine: Engine, index: int, optimizer: torch.optim.Optimizer) -> OptimizerStates:
+    names, found = names_of(engine), OptimizerStates([], {}, {})
     for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor):
+            found.others[parameter] = state
+            continue
         name = names.get(id(parameter))
         if name is None:
             continue  # empty parameters, which no unit has
         rest = {}
         for key, value in state.items():
-            where = f"optimizer.{index}/{key}/{name}"
             if isinstance(value, Tensor):
-                held.append(_share_of_state(engine, where, parameter, value))
+                where = f"optimizer.{index}/{quote(key, safe='')}/{name}"
+                found.held.append(_share_of_state(engine, where, parameter, value))
             else:
                 rest[key] = value
-        if rest:
-            plain[name] = rest
-    return held, plain
+        if rest and _speaks_for(engine, parameter):
+            found.plain[name] = rest
+    return found
+
+
+def _speaks_for(engine: Engine, parameter: Tensor) -> bool:
+    """Whether this rank's word counts for what is the same on all ranks, or at the owner alone."""
+    if isinstance(parameter, ShardedParameter) and engine.row.has_owners:
+        return parameter.spec.is_owned_here
+    return engine.groups.everyone.rank == 0
 
 
 def _share_of_state(engine: Engine, where: str, parameter: Tensor, value: Tensor) -> Held:
@@ -139,11 +163,9 @@ def _share_of_state(engine: Engine, where: str, parameter: Tensor, value: Tensor
         return replica_of(engine).share(Held(where, tuple(value.shape), start, value.local.detach().reshape(-1)))
     flat = value.detach().reshape(-1)
     whole = Held(where, tuple(value.shape), 0, flat)
-    if isinstance(parameter, ShardedParameter) and engine.row.has_owners:
-        return replica_of(engine).share(whole) if parameter.spec.is_owned_here else _nothing_of(whole)
     everyone = engine.groups.everyone
-    if flat.numel() < everyone.size:  # a counter: one rank is enough
-        return whole if everyone.rank == 0 else _nothing_of(whole)
+    if (isinstance(parameter, ShardedParameter) and engine.row.has_owners) or flat.numel() < everyone.size:
+        return whole if _speaks_for(engine, parameter) else _nothing_of(whole)
     return Replica(everyone.rank, everyone.size).share(whole)
 
 

@@ -19,7 +19,7 @@ def together(control: Comm, make: Callable[[], T]) -> T:
         made = make()
     except Exception as caught:
         error = caught
-    kinds = control.all_gather_objects(None if error is None else (isinstance(error, DamagedError), _text(error)))
+    kinds = control.all_gather_objects(None if error is None else (isinstance(error, DamagedError), message_of(error)))
     failed = [(rank, *kind) for rank, kind in enumerate(kinds) if kind is not None]
     if error is not None and not isinstance(error, (CheckpointError, OSError)):
         raise error
@@ -29,5 +29,5 @@ def together(control: Comm, make: Callable[[], T]) -> T:
     return made  # type: ignore[return-value]
 
 
-def _text(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

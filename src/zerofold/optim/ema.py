@@ -113,6 +113,7 @@ class EMA:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes what `state_dict` gave, or whole tensors of the same names."""
+        self._engine.settle()
         own = self.state_dict()
         missing = [name for name in own if name not in state]
         if missing:

@@ -72,14 +72,30 @@ def state_names(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     >>> sorted(state_names(torch.optim.AdamW([weight])))
     ['exp_avg', 'exp_avg_sq', 'step']
     """
-    found: set[str] = set()
+    return frozenset(_states_of_a_step(optimizer))
+
+
+def scalar_names(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Those of them that are one number per parameter.
+
+    >>> weight = torch.nn.Parameter(torch.ones(4, 4))
+    >>> sorted(scalar_names(torch.optim.NAdam([weight])))
+    ['mu_product', 'step']
+    """
+    found = _states_of_a_step(optimizer)
+    return frozenset(key for key, value in found.items() if not isinstance(value, Tensor) or value.dim() == 0)
+
+
+def _states_of_a_step(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for group in optimizer.param_groups:
         parameter = torch.nn.Parameter(torch.ones(_ROWS, _COLUMNS))
         parameter.grad = torch.ones(_ROWS, _COLUMNS)
         twin = _twin(optimizer, group, [parameter])
+        twin.state = defaultdict(dict)  # not what it has: that may come from elsewhere
         twin.step()
-        found |= set(twin.state[parameter])
-    return frozenset(found)
+        found |= twin.state[parameter]
+    return found
 
 
 def _steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], start: Any, gradients: list[Any]) -> list[Tensor]:
