@@ -158,7 +158,7 @@ def _plan_state(
     state: dict[str, Any] = {}
     for key, value in found.items() if not is_elsewhere else ():
         if not hasattr(value, "read"):
-            state[key] = map_tensors(value, lambda tensor: tensor.to(parameter.device))
+            state[key] = map_tensors(lambda tensor: tensor.to(parameter.device), value)
             continue
         held = optimizer.state.get(parameter, {}).get(key)
         saved = contents.tensor(name)
