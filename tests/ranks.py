@@ -40,6 +40,11 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from zerofold.comm import Comm
+from zerofold.engine import Engine
+from zerofold.groups import Groups
+from zerofold.watch import Watch
+
 COLLECTIVE_TIMEOUT_S = 60
 START_TIMEOUT_S = 120
 # How long the others may take to answer once a rank has failed: they are often stuck in a collective with it.
@@ -252,8 +257,30 @@ def _answer(call: bytes) -> bytes:
     # Models hold cycles with their hooks, and hooks hold groups and buffers: free them before the next test. What is
     # left are modules, and looking through all of transformers after every test would take longer than most tests.
     gc.collect()
+    _end_groups()
     gc.freeze()
     return packed
+
+
+def _end_groups() -> None:
+    """Those of models that a test did not close: autograd's hooks keep such a model alive, every gloo group of it has a
+    thread that polls, and after hundreds of tests they would take a core.
+    """
+    if not dist.is_initialized():
+        return
+    for thing in gc.get_objects():  # since the last freeze
+        if type(thing) is Watch:
+            thing.close()
+        elif type(thing) is Comm:
+            thing.group = None  # type: ignore[assignment]
+        elif type(thing) is Groups:
+            object.__setattr__(thing, "made", ())
+        elif type(thing) is Engine:
+            thing.saving_group = None
+    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        # One that its members made alone is named after them: made anew, it would find the old one's addresses.
+        if group is not dist.group.WORLD and name.isdigit():
+            dist.destroy_process_group(group)
 
 
 def _reset() -> None:

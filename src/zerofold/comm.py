@@ -44,7 +44,8 @@ class CommError(RuntimeError):
 
 class DivergenceError(CommError):
     """The ranks do different things, or one keeps the others waiting beyond `patience`; the message names them, the
-    modules and the collectives. All ranks raise it, and the model can only be built again.
+    modules and the collectives. All ranks raise it. Calls that were left half done stay in torch's groups: end the
+    process, or destroy and initialise torch.distributed, before a model is built again.
 
     >>> import zerofold as zf
     >>> issubclass(zf.DivergenceError, zf.CommError)

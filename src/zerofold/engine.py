@@ -76,7 +76,7 @@ class Engine:
         self.model, self.row, self.groups, self.precision = model, row, groups, precision
         self.watch = Watch.over(groups, patience=patience)
         if self.watch is not None:
-            finalize(self, self.watch.close)  # a model that is dropped without zf.close takes its thread along
+            finalize(self, self.watch.close)  # at the latest when the process ends
         self.traffic = groups.gather.traffic
         self.cache, self.pool, self.step = StorageCache(), BufferPool(buffer_bytes), StepScope()
         home = Home(row, groups, device, self.cache, self.step, precision)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, MutableMapping
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zerofold.engine import Engine
+from zerofold.nested import map_tensors
 
 Batch = TypeVar("Batch")
 
@@ -24,7 +27,8 @@ class join(Generic[Batch]):  # noqa: N801  # used like a function, as zip and en
 
     `is_shadow` tells whether the batch in hand is one, for losses and counters; `present` which ranks have a batch of
     their own. Accumulation and `no_sync` work as usual: each micro-batch has the weight of its own iteration. Buffers
-    (running statistics) follow the first rank that has data. Each iteration costs one all-reduce of a few numbers.
+    (running statistics) follow the first rank that has data. Each iteration costs one all-reduce of a few numbers, and
+    one batch is taken from the loader ahead of time.
 
     >>> import torch, zerofold as zf
     >>> model = torch.nn.Linear(8, 1)
@@ -46,16 +50,21 @@ class join(Generic[Batch]):  # noqa: N801  # used like a function, as zip and en
         self.present: list[int] = []
 
     def __iter__(self) -> Iterator[Batch]:
-        engine = self._engine
+        engine, hooks, buffers = self._engine, self._engine.hooks, self._engine.reductions.buffers
         control, source = engine.groups.control, iter(self._batches)
         batch: Any = None
+        last: Any = None  # to repeat: kept before the loop can change it
         has_batch = False  # this one's or one to repeat
+        outer = hooks.weight, buffers.source  # of a loop around this one
+        ahead = list(islice(source, 1))
         try:
             while True:
-                try:
-                    batch, self.is_shadow = next(source), False
-                except StopIteration:
-                    self.is_shadow = True
+                self.is_shadow = not ahead
+                if ahead:
+                    batch, ahead = ahead[0], list(islice(source, 1))
+                    last = None if ahead else _copy(batch)
+                elif has_batch:
+                    batch = _copy(last)
                 has_batch = has_batch or not self.is_shadow
                 marks = torch.zeros(control.size + 1, dtype=torch.float64)
                 marks[control.rank], marks[-1] = float(not self.is_shadow), float(not has_batch)
@@ -65,16 +74,33 @@ class join(Generic[Batch]):  # noqa: N801  # used like a function, as zip and en
                     return
                 if marks[-1]:
                     borrowed = self._borrow(None if self.is_shadow else batch)
-                    batch, has_batch = (batch, True) if has_batch else (borrowed, True)
+                    if not has_batch:
+                        batch = last = map_tensors(lambda tensor: tensor.to(engine.groups.gather.device), borrowed)
+                        has_batch = True
                 weight = control.size / len(self.present) if self._divide_by == "present" else 1.0
-                engine.hooks.weight = 0.0 if self.is_shadow else weight
-                engine.reductions.buffers.source = self.present[0]
+                hooks.weight = 0.0 if self.is_shadow else weight
+                buffers.source = self.present[0]
                 yield batch
         finally:
-            engine.hooks.weight, engine.reductions.buffers.source = 1.0, 0
+            hooks.weight, buffers.source = outer
 
     def _borrow(self, batch: Any) -> Any:
         """A batch of the first rank that has one, for those that have never had any."""
         control = self._engine.groups.control
         is_lender = control.rank == self.present[0]
-        return control.all_gather_objects(batch if is_lender else None, unit="join")[self.present[0]]
+        lent = map_tensors(lambda tensor: tensor.cpu(), batch) if is_lender else None  # a device here is none there
+        return control.all_gather_objects(lent, unit="join")[self.present[0]]
+
+
+def _copy(batch: Any) -> Any:
+    """Containers and tensors anew, whatever the loop does to its own; other objects as they are."""
+    if isinstance(batch, Tensor):
+        return batch.detach().clone()
+    if isinstance(batch, (list, tuple)) and type(batch) in (list, tuple):
+        return type(batch)(_copy(item) for item in batch)
+    if isinstance(batch, MutableMapping):
+        copied = copy.copy(batch)
+        for key, value in batch.items():
+            copied[key] = _copy(value)
+        return copied
+    return map_tensors(lambda tensor: tensor.detach().clone(), batch)

@@ -49,6 +49,7 @@ class ReductionOrder:
         self._has_partial = False  # a backward ended without the whole of its reduction, on all ranks alike
         self._versions_at_reduction: list[int] | None = None  # of all shards, until somebody is seen to update them
         self._warned = False
+        self.steps = 0  # of attached optimizers
         self.count = 0  # of reductions that are through
 
     def note_gather(self, unit: Unit) -> None:
@@ -137,8 +138,14 @@ class ReductionOrder:
                 slab.gradients.forget_cleared()
         numbers = self._state()
         self.control.all_reduce(numbers, unit="agreement", op=dist.ReduceOp.MAX).wait()
-        tag, negative_tag, *flags = numbers.tolist()
-        if tag != -negative_tag:
+        tags, flags = numbers[: 2 * self._teams].view(2, -1).tolist(), numbers[2 * self._teams :].tolist()
+        most_steps, fewest_steps = flags.pop(0), -flags.pop(0)
+        if most_steps != fewest_steps:
+            raise DivergenceError(
+                f"rank {self.control.rank}: some ranks have taken {most_steps:.0f} optimizer steps and others "
+                f"{fewest_steps:.0f} (here {self.steps}), so their weights differ: every rank must call step() as often"
+            )
+        if any(high != -low for high, low in zip(*tags, strict=True)):
             found = None if self.control.watcher is None else self.control.watcher.compare()
             raise DivergenceError(
                 f"rank {self.control.rank}: the ranks gathered different units or in a different order, so at least "
@@ -179,8 +186,19 @@ class ReductionOrder:
             left.append(float(bool(arrived or (waiting and self._across))))
             had = self._had_gradient.get(slab, set()) | arrived | waiting
             present += [float(index in had) for index in range(len(slab.parameters))]
-        tag = float(self._gather_tag)
-        return torch.tensor([tag, -tag, *left, *self.buffers.changed(), *present], dtype=torch.float64)
+        # Who gathers together must have gathered the same; groups that repeat each other may differ in that.
+        tags = torch.full((2, self._teams), -torch.inf, dtype=torch.float64)
+        tags[:, self._team] = torch.tensor([self._gather_tag, -self._gather_tag], dtype=torch.float64)
+        numbers = [self.steps, -self.steps, *left, *self.buffers.changed(), *present]
+        return torch.cat([tags.view(-1), torch.tensor(numbers, dtype=torch.float64)])
+
+    @property
+    def _teams(self) -> int:
+        return 1 if self.reducer.across is None else self.reducer.across.size
+
+    @property
+    def _team(self) -> int:
+        return 0 if self.reducer.across is None else self.reducer.across.rank
 
     def _learn_order(self) -> None:
         """After the first backward, rank 0's order of completion becomes everybody's."""

@@ -112,7 +112,7 @@ class Replicas:
             ranks: dict[int, list[int]] = {}
             for rank, each in enumerate(everyone):
                 if key in each:
-                    ranks.setdefault(each[key], []).append(control.global_ranks[rank])
+                    ranks.setdefault(each[key], []).append(rank)
             if len(ranks) > 1:
                 different.append((key[0], ranks))
         name, ranks = different[0]

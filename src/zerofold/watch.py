@@ -45,6 +45,7 @@ LONG_S = 2.0  # an unfinished call is looked into after this long
 WARN_AFTER_S = 10.0  # a rank that does not come is worth a line
 ANSWER_S = 5.0  # a living rank answers within this, even if it has to notice first that it waits
 CONFIRM_S = 10.0  # after which a call that is new in its place is made, unless the ranks are found to differ
+_QUIET = 3  # ticks after which a rank that has nothing to complain about looks whether somebody asks
 _AT_ONCE = 8  # ranks that read all others' accounts in one tick
 
 
@@ -62,8 +63,10 @@ class Watch:
         self._told = 0  # accounts given
         self._heard: dict[int, tuple[bytes, float]] = {}  # by rank: the last account, and since when it has been there
         self._stalled_since: float | None = None
-        self._ticks = 0  # in this stall
+        self._ticks = self._quiet_ticks = 0  # in this stall, and since the start
         self._warned = False
+        self._suspected: str | None = None
+        self._confirmed: dict[Comm, str] = {}  # the last mark of each group
         self._ended = threading.Event()
         self._lock = threading.Lock()  # the training thread comes in by `explain`
         self._thread = threading.Thread(target=self._run, name="zerofold watch", daemon=True)
@@ -123,8 +126,8 @@ class Watch:
                 if found is not None and self._verdict is None:
                     self._judge(found)
                 return f"because {found}" if found else ""
-        except RuntimeError:  # the store has gone with the rank that kept it
-            return ""
+        except RuntimeError:
+            return "because the store of torch.distributed is gone with the process that kept it, as a rule rank 0's"
 
     def compare(self) -> str | None:
         told = self._comms["control"].all_gather_objects(self._account().as_dict(), unit="comparison")
@@ -133,9 +136,11 @@ class Watch:
     def confirm(self, comm: Comm, call: Call) -> None:
         """Every rank counts itself in; a rank that does something else does not come, and is found out meanwhile.
 
-        Not for ever: in a backward in which ranks have different gradients, another one may need a reduction of this
-        rank first.
+        Not in backward: where ranks have different gradients, another one may need a reduction of this rank first, and
+        that they agree has been seen in forward. And not for ever: a rank may be slow.
         """
+        if torch._C._current_graph_task_id() != -1:
+            return
         mark = f"{self._key(comm)}/{call.position}/{_seen(call, comm)}/{call.nbytes}"
         comm.about, start, pause = call, time.monotonic(), 0.0001
         try:
@@ -145,8 +150,16 @@ class Watch:
                 pause = min(2 * pause, 0.05)
                 self.look()
                 count = self._store.add(mark, 0)
+            before = self._confirmed.get(comm)
+            if before is not None and comm.rank == 0 and count >= comm.size:
+                self._store.delete_key(before)  # everybody has left it behind
+        except DivergenceError:
+            raise
+        except RuntimeError:  # the store has gone with the process that kept it: the call itself will tell
+            return
         finally:
             comm.about = None
+        self._confirmed[comm] = mark
 
     def _key(self, comm: Comm) -> str:
         name = next(name for name, other in self._comms.items() if other is comm)
@@ -164,8 +177,9 @@ class Watch:
         waiting = self._waiting(now)
         if waiting < LONG_S:
             self._stalled_since, self._ticks, self._warned = None, 0, False
-            if now - self._traffic.last_started < LONG_S:
-                return  # calls come and go
+            self._quiet_ticks += 1
+            if now - self._traffic.last_started < LONG_S and self._quiet_ticks % _QUIET:
+                return  # calls come and go; others may wait for this rank all the same, so it answers now and then
         else:
             self._ask()
         self._read_verdict()
@@ -193,7 +207,12 @@ class Watch:
     def _diagnose(self, waiting: float, now: float) -> None:
         raws = self._read_all()
         accounts = _parse(raws)
-        found = find_mismatch(accounts) or find_deadlock(accounts)
+        found = find_mismatch(accounts)
+        if found is None:
+            # Of a ring, two looks: on a device "not finished" may mean that the host has not come to wait yet.
+            ring, before = find_deadlock(accounts), self._suspected
+            self._suspected = ring
+            found = ring if ring is not None and ring == before else None
         if found is not None and len(accounts) < len(self._ranks) and self._ticks < ANSWER_S / TICK_S:
             return  # true already, but those who have yet to tell belong into the message
         if found is not None:
@@ -210,11 +229,14 @@ class Watch:
         elif stop is not None and late:
             self._warned = True
             if stop.first_waiting == self._rank:
-                warnings.warn(f"rank {self._rank} waits: {stop.text}", stacklevel=1)
+                _warn(f"rank {self._rank} waits: {stop.text}")
 
     def _judge(self, verdict: str) -> None:
         self._store.set("verdict", verdict)
         self._verdict = verdict
+        self._abort()
+
+    def _abort(self) -> None:
         for comm in self._comms.values():
             if not comm.is_gloo:  # whose calls nobody can leave: they end when their group does
                 backend = comm.group._get_backend(comm.device)
@@ -223,6 +245,7 @@ class Watch:
     def _read_verdict(self) -> None:
         if self._verdict is None and self._store.check(["verdict"]):
             self._verdict = self._store.get("verdict").decode()
+            self._abort()
 
     def _ask(self) -> None:
         self._store.set("asked", f"{self._rank} {time.time_ns()}")
@@ -273,6 +296,13 @@ class Watch:
             failed=self._failed,
             last="".join(f"{call.operation} of '{call.unit or 'the root'}'" for call in last),
         )
+
+
+def _warn(text: str) -> None:
+    try:
+        warnings.warn(text, stacklevel=2)
+    except Warning:  # where warnings are errors, this thread must live on
+        print(f"zerofold: {text}", file=sys.stderr)
 
 
 def _seen(call: Call, comm: Comm) -> Seen:

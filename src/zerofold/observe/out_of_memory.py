@@ -24,6 +24,7 @@ class Needs:
     """Bytes of the model's states before they are cut."""
 
     parameters: int
+    copies: int  # those of the parameters that are made from masters
     masters: int
     gradients: int
     optimizer: int
@@ -31,20 +32,21 @@ class Needs:
     @classmethod
     def of(cls, entries: Iterable[Entry], states: float) -> Needs:
         """`states`: what the optimizer keeps, in numbers per trained parameter."""
-        parameters = masters = gradients = optimizer = 0
+        parameters = copies = masters = gradients = optimizer = 0
         for entry in entries:
             size, dtypes = entry.parameter.numel(), dtypes_of(entry)
             parameters += size * dtypes.compute.itemsize
             if entry.wants_gradient:
                 masters += size * dtypes.master.itemsize if dtypes.has_master else 0
+                copies += size * dtypes.compute.itemsize if dtypes.has_master else 0
                 gradients += size * dtypes.accumulation.itemsize
                 optimizer += round(size * states * dtypes.master.itemsize)
-        return cls(parameters, masters, gradients, optimizer)
+        return cls(parameters, copies, masters, gradients, optimizer)
 
     def on_a_rank(self, stage: int, world: int) -> int:
         placed = row(stage)
         # A parameter that is cut and has a master is made from it while it is used.
-        parameters = 0 if placed.parameters.is_cut and self.masters else self.parameters
+        parameters = self.parameters - (self.copies if placed.parameters.is_cut else 0)
         return round(
             parameters / (world if placed.parameters.is_cut else 1)
             + self.gradients / (world if placed.gradients.is_cut else 1)
@@ -90,7 +92,8 @@ def explain_out_of_memory(engine: Engine) -> str:
 def _advice(engine: Engine, needs: Needs, world: int, temporary: dict[str, int]) -> list[str]:
     found = []
     now = sum(Ledger(engine).snapshot()["state_bytes"].values())
-    smaller = [stage for stage in _ROWS if needs.on_a_rank(stage, world) < 0.9 * now]
+    others = [stage for stage in _ROWS if str(stage) != engine.row.name]
+    smaller = [stage for stage in others if needs.on_a_rank(stage, world) < 0.9 * now]
     if smaller:
         found.append(f"stage={smaller[-1]} ({_size(needs.on_a_rank(smaller[-1], world))} of states)")
     if world == 1:

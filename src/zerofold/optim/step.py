@@ -39,6 +39,7 @@ class Step:
             raise RuntimeError(
                 "optimizer.step() inside `with average.swapped()` would train the averaged weights: leave it"
             )
+        engine.reductions.steps += 1
         engine.changes.check()
         engine.settle()
         engine.reductions.flush()
