@@ -76,8 +76,9 @@ def full_params(model: nn.Module, *, from_rank: int | None = None, masters: bool
         if from_rank is not None:
             for slab in engine.slabs():
                 engine.groups.everyone.broadcast(slab.values, from_rank, unit="full_params").wait()
-                slab.mark_changed()  # copies are made anew, whatever they were
         _write_back(engine, versions, checked=from_rank is None)
+        for slab in engine.slabs() if from_rank is not None else ():
+            slab.mark_changed()  # copies are made anew, whatever they were
     finally:
         engine.let_go()
 

@@ -56,6 +56,8 @@ class DivergenceError(CommError):
 class Watcher(Protocol):
     """Whoever knows what the other ranks do (`watch`)."""
 
+    has_diverged: bool  # what `explain` found is that ranks do different things
+
     def look(self) -> None:
         """Raises what it has found out."""
 
@@ -317,7 +319,9 @@ class Comm:
     def failure(self, call: Call, error: BaseException) -> CommError:
         explained = "" if self.watcher is None else self.watcher.explain(str(error))
         why = explained or "most likely because another rank stopped or did something else"
-        return CommError(
+        # A rank that has raised already closes its connections, which is how the others may hear of it.
+        kind = DivergenceError if self.watcher is not None and self.watcher.has_diverged else CommError
+        return kind(
             f"rank {self.rank}: {call.operation} of unit '{call.unit}' failed, {why}; last calls here: "
             f"{self.traffic.last()}. Cause: {error}"
         )

@@ -58,6 +58,7 @@ class Watch:
         self._traffic = control.traffic
         self._ranks, self._rank = control.global_ranks, control.global_ranks[control.rank]
         self._verdict: str | None = None
+        self.has_diverged = False
         self._failed = ""
         self._asked = b""  # as last seen
         self._told = 0  # accounts given
@@ -121,8 +122,9 @@ class Watch:
                     time.sleep(TICK_S / 4)
                 accounts = _parse(self._read_all())
                 silent = set(self._ranks) - answered if self._verdict is None else set()
-                found = self._verdict or find_mismatch(accounts) or who_is_gone(accounts, silent)
-                found = found or who_is_idle(accounts)
+                found = self._verdict or find_mismatch(accounts)
+                self.has_diverged = found is not None
+                found = found or who_is_gone(accounts, silent) or who_is_idle(accounts)
                 if found is not None and self._verdict is None:
                     self._judge(found)
                 return f"because {found}" if found else ""
