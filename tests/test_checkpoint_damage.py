@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -171,7 +172,8 @@ def misuse(case: str, folder: Path) -> None:
         dist.barrier()
         if case == "newer":
             if dist.get_rank() == 0:
-                rewrite(folder / "good", version=99)
+                body = json.loads((folder / "good" / MANIFEST).read_text())
+                rewrite(folder / "good", {**body, "version": 99})
             dist.barrier()
             zf.load(model, optimizer, folder / "good")
         if case == "inside":
@@ -202,17 +204,16 @@ def misuse(case: str, folder: Path) -> None:
         if case == "held":
             with zf.full_params(model):
                 zf.load(model, optimizer, folder)
+        if case == "saved while held":
+            with zf.full_params(model):
+                zf.save(model, optimizer, folder)
         raise AssertionError("nothing was raised")
     finally:
         zf.close(model)
 
 
-def rewrite(folder: Path, *, version: int) -> None:
-    """As a newer zerofold would have written it."""
-    import hashlib
-
-    body = json.loads((folder / MANIFEST).read_text())
-    body["version"] = version
+def rewrite(folder: Path, body: dict[str, Any]) -> None:
+    """Another manifest, with the digest that belongs to it."""
     text = json.dumps(body).encode()
     (folder / MANIFEST).write_bytes(text)
     (folder / DIGEST).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
@@ -240,6 +241,7 @@ MISUSE = {
     "missing": "has no 'extra.weight' (2 such tensor(s))",
     "unexpected": "holds, and the model does not have,",
     "swapped": "zf.save inside `with average.swapped()`",
+    "saved while held": "zf.save inside `with zf.full_params(model)`",
     "held": "zf.load inside `with zf.full_params(model)`",
 }
 

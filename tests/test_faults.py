@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.models import Block, batches, make_model
+from tests.ranks import raised
 from torch import Tensor, nn
 
 import zerofold as zf
@@ -161,6 +162,67 @@ def test_a_rank_that_dies_is_named(ranks: Any) -> None:
         assert said.startswith("CommError: ")
         assert seconds(said) < 15
         assert "rank 1 does not answer any more: its process ended" in said
+
+
+class Choice(nn.Module):
+    """A block with parameters that not every rank uses, which is legal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        x = x + self.always(x)
+        return self.sometimes(x) if uses_all else x
+
+
+class Choosy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Choice() for _ in range(4))
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        for block in self.blocks:
+            x = block(x, uses_all)
+        return x.mean()
+
+
+def gradients_on_some_ranks(stage: int) -> float:
+    """A rank that waits in a chunk of a reduction, and one that gathers for the first time in backward."""
+    torch.manual_seed(0)
+    model = Choosy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = zf.prepare(model, optimizer, stage=stage, units=Choice, buffer_bytes=4096)
+    start = time.monotonic()
+    for _ in range(2):
+        model(torch.ones(2, 64), dist.get_rank() != 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zf.close(model)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_on_some_ranks_only_are_no_fault(ranks: Any, stage: int) -> None:
+    assert max(ranks(2, gradients_on_some_ranks, stage)) < 2.5
+
+
+def steps_of_some_ranks() -> None:
+    model = nn.Linear(8, 8)
+    model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=0)
+    try:
+        for number in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            if number != 1 or dist.get_rank() == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        zf.close(model)
+
+
+def test_a_step_left_out_on_one_rank_is_noticed(ranks: Any) -> None:
+    for message in ranks(2, raised, steps_of_some_ranks):
+        assert "some ranks have taken 2 optimizer steps and others 1" in message
 
 
 def account(

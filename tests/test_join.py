@@ -118,3 +118,34 @@ def wrong_divisor() -> str:
     except ValueError as error:
         return str(error)
     return "nothing"
+
+
+def joined_twice() -> tuple[float, int]:
+    """A loop that changes its batches, with an evaluation inside, against one without."""
+    found = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+        count = 1 + 2 * dist.get_rank()
+        data = [{"x": torch.full((2, 4), float(index + 1)), "y": torch.ones(2, 1)} for index in range(count)]
+        shadows = 0
+        batches = zf.join(model, data)
+        for batch in batches:
+            shadows += batches.is_shadow
+            target = batch.pop("y")
+            loss = (model(batch["x"].mul_(0.5)) - target).square().mean()
+            if evaluates:
+                with torch.no_grad():
+                    for inner in zf.join(model, data[:1]):
+                        model(inner["x"])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        zf.close(model)
+        found.append(model.weight.detach().clone())
+    return (found[0] - found[1]).abs().max().item(), shadows
+
+
+def test_a_join_inside_a_join_and_batches_that_are_changed(ranks: Any) -> None:
+    assert ranks(2, joined_twice) == [(0.0, 2), (0.0, 0)]

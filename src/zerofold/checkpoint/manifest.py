@@ -93,7 +93,7 @@ class Manifest:
     def _check(self, folder: Path) -> None:
         """Raises for whatever reading could stumble over. A digest that fits only says that somebody wrote it so."""
         for file in self.files:
-            if Path(file["name"]).name != file["name"] or file["name"] in (".", ".."):
+            if Path(file["name"]).name != file["name"] or file["name"] in (".", "..") or "\0" in file["name"]:
                 raise ValueError(f"file {file['name']!r} is outside {folder}")
             if not _is_count(file["bytes"]) or len(file["sha256"]) != -(-file["bytes"] // CHUNK_BYTES):
                 raise ValueError(f"digests of {file['name']}")

@@ -80,7 +80,7 @@ def open_native(folder: Path) -> Contents:
         return stored.read(0, numel(stored)).view(stored.shape)
 
     try:
-        plain, by_rank = dict(manifest.plain), manifest.plain["ranks"]
+        plain, by_rank = dict(manifest.plain), [dict(own) for own in manifest.plain["ranks"]]
         contents = Contents(
             str(folder),
             tensors=_under("model/", tensors),
@@ -106,8 +106,10 @@ def open_native(folder: Path) -> Contents:
         contents.plain = {key: decode(plain[key], fetch) for key in ("extra", "schedulers", "scaler")}
         contents.plain["about"] = manifest.about
         check_plain(contents)
-    except CheckpointError:
+    except DamagedError:
         raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
     except Exception as error:  # what stands there may be anything
         raise DamagedError(f"{folder}: its manifest is not what it should be ({_brief(error)})") from error
     return contents
@@ -124,7 +126,7 @@ def check_plain(contents: Contents) -> None:
     if not all(isinstance(text, str) for pair in texts for text in pair):
         raise TypeError("aliases or fingerprints")
     for optimizer in contents.optimizers:
-        if not all(isinstance(name, str) for group in optimizer.groups for name in group["params"]):
+        if not all(isinstance(name, str) and name for group in optimizer.groups for name in group["params"]):
             raise TypeError("names in groups")
     if not all(isinstance(average["updates"], int) for average in contents.averages):
         raise TypeError("averages")

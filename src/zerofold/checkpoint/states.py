@@ -19,6 +19,7 @@ from torch import Tensor
 from zerofold.checkpoint.contents import clean
 from zerofold.engine import Engine
 from zerofold.fingerprints import fingerprint_tensor
+from zerofold.nested import map_tensors
 from zerofold.optim.ema import EMA
 from zerofold.sharded import ShardedParameter, ShardedTensor
 from zerofold.slab import Slab
@@ -144,10 +145,15 @@ def optimizer_states(engine: Engine, index: int, optimizer: torch.optim.Optimize
                 where = f"optimizer.{index}/{quote(key, safe='')}/{name}"
                 found.held.append(_share_of_state(engine, where, parameter, value))
             else:
-                rest[key] = value
+                rest[key] = map_tensors(_at_its_owner, value)
         if rest and _speaks_for(engine, parameter):
             found.plain[name] = rest
     return found
+
+
+def _at_its_owner(tensor: Tensor) -> Tensor:
+    """What is whole here is an ordinary tensor; in lists and the like there is no place for pieces."""
+    return tensor.local if isinstance(tensor, ShardedTensor) and tensor.spec.is_owned_here else tensor
 
 
 def _speaks_for(engine: Engine, parameter: Tensor) -> bool:
