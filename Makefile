@@ -8,13 +8,16 @@ READY  := $(VENV)/.ready
 PEERS  := $(VENV)/.ready-bench
 ARGS   ?=
 
-.PHONY: train test bench matrix lint setup clean
+.PHONY: train test test-all bench matrix lint setup clean
 
 train: setup
 	$(BIN)/zerofold train $(ARGS)
 
 test: lint
 	$(BIN)/pytest $(ARGS)
+
+test-all: lint
+	$(BIN)/pytest -m "thorough or not thorough" $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

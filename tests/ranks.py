@@ -268,18 +268,23 @@ def _end_groups() -> None:
     """
     if not dist.is_initialized():
         return
+    left: list[dist.ProcessGroup | None] = []
     for thing in gc.get_objects():  # since the last freeze
         if type(thing) is Watch:
             thing.close()
-        elif type(thing) is Comm:
-            thing.group = None  # type: ignore[assignment]
         elif type(thing) is Groups:
+            left += [*thing.made, thing.control.group]
             object.__setattr__(thing, "made", ())
         elif type(thing) is Engine:
+            left.append(thing.saving_group)
             thing.saving_group = None
-    for group, name in list(dist.distributed_c10d._world.pg_names.items()):
+        elif type(thing) is Comm and thing.group is not dist.group.WORLD:
+            left.append(thing.group)
+            thing.group = None  # type: ignore[assignment]
+    names = dist.distributed_c10d._world.pg_names
+    for group in set(left) - {None}:
         # One that its members made alone is named after them: made anew, it would find the old one's addresses.
-        if group is not dist.group.WORLD and name.isdigit():
+        if names.get(group, "").isdigit():  # type: ignore[arg-type]
             dist.destroy_process_group(group)
 
 

@@ -30,7 +30,7 @@ class Odd(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.tokens = nn.Embedding(31, 18)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(18), nn.Linear(18, 18), nn.GELU()) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(18), nn.Linear(18, 18), nn.GELU()) for _ in range(2))
         self.frozen = nn.Linear(18, 18).requires_grad_(False)
         self.head = nn.Linear(18, 31, bias=False)
         self.head.weight = self.tokens.weight

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import RankPool, raised
-from zerofold.checkpoint import save as save_module
+from zerofold.checkpoint import job as save_module
 from zerofold.checkpoint.manifest import candidates
 from zerofold.checkpoint.native import read_native, verify_native
 from zerofold.train.gpt import GPTConfig

@@ -80,7 +80,7 @@ def plan_tensors(engine: Engine, contents: Contents, plan: Plan, *, base: dict[s
         plan.restores.append(_buffer_filler(buffer, stored))
         plan.checked.append((stored, 0, numel(stored)))
     saved, here = ({key.rpartition(" ")[0]: key for key in each} for each in (contents.base or {}, base))
-    left_out = {name for name in missing if name in saved and name in here}
+    left_out = [name for name in missing if name in saved and name in here]
     for name in left_out:
         _check_base(name, contents, saved[name], here[name], base, plan)
     missing = [name for name in missing if name not in left_out]
