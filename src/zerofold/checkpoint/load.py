@@ -21,8 +21,8 @@ from zerofold.checkpoint.around import all_or_nothing, changes_around
 from zerofold.checkpoint.collect import Optimizers, listed, optimizers_of
 from zerofold.checkpoint.contents import CheckpointError, Contents
 from zerofold.checkpoint.files import DamagedError, threads_here
-from zerofold.checkpoint.manifest import candidates, is_checkpoint
-from zerofold.checkpoint.native import check_ranges, open_native
+from zerofold.checkpoint.manifest import candidates
+from zerofold.checkpoint.native import check_ranges
 from zerofold.checkpoint.open import open_checkpoint
 from zerofold.checkpoint.plan import Plan, plan_tensors
 from zerofold.checkpoint.plan_optimizers import plan_optimizers
@@ -84,7 +84,10 @@ def load(
         warnings.warn(line, stacklevel=2)
     engine.settle()
     all_or_nothing(control, partial(changes_around, engine, contents, given, data, optimizers))
-    together(control, lambda: _apply(engine, plan))
+    together(control, lambda: _fill(plan))
+    for slab in engine.slabs():
+        slab.mark_changed()
+    engine.schedule.refresh()
     for each in optimizers:
         each.zero_grad()  # gradients of other weights
     extra = contents.plain.get("extra")
@@ -95,7 +98,7 @@ def _look(
     engine: Engine, optimizers: list[torch.optim.Optimizer], folder: Path, *, strict: bool
 ) -> tuple[Contents, Plan]:
     control = engine.groups.control
-    contents = together(control, lambda: open_checkpoint(folder) if not is_checkpoint(folder) else open_native(folder))
+    contents = together(control, lambda: open_checkpoint(folder))
     base = states.base_fingerprints(engine) if contents.base is not None else {}
 
     def make() -> Plan:
@@ -111,14 +114,11 @@ def _look(
     return contents, together(control, make)
 
 
-def _apply(engine: Engine, plan: Plan) -> None:
+def _fill(plan: Plan) -> None:
     with torch.no_grad(), ThreadPoolExecutor(threads_here()) as pool:
         list(pool.map(lambda fill: fill.run(), plan.fills))
     for restore in plan.restores:
         restore()
-    for slab in engine.slabs():
-        slab.mark_changed()
-    engine.schedule.refresh()
 
 
 def _no_way_out(damaged: list[str], path: Path) -> str:

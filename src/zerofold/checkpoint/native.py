@@ -96,10 +96,8 @@ def open_native(folder: Path) -> Contents:
             for key, stored in _under(f"optimizer.{index}/", tensors).items():
                 state, _, name = key.partition("/")
                 states.setdefault(name, {})[unquote(state)] = stored
-            groups, others = (
-                [dict(group) for group in decode(saved["groups"], fetch)],
-                dict(decode(saved["others"], fetch)),
-            )
+            groups = [dict(group) for group in decode(saved["groups"], fetch)]
+            others = dict(decode(saved["others"], fetch))
             contents.optimizers.append(OptimizerContents(groups, states, str(saved["kind"]), others))
         for index, average in enumerate(plain["averages"]):
             contents.averages.append({**average, "tensors": _under(f"average.{index}/", tensors)})

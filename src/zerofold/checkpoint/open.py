@@ -8,6 +8,7 @@ from pathlib import Path
 from zerofold.checkpoint.contents import CheckpointError, Contents
 from zerofold.checkpoint.foreign import read_foreign
 from zerofold.checkpoint.hugging_face import read_hugging_face
+from zerofold.checkpoint.manifest import MANIFEST, Manifest
 from zerofold.checkpoint.native import is_native, read_native
 
 
@@ -30,6 +31,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
         found = read(where)
         if found is not None:
             return found
+    if (where / MANIFEST).is_file():
+        Manifest.read(where)  # which tells what is wrong with it
     if where.suffix == ".bin" or (where.is_dir() and any(where.glob("*.bin"))):
         raise CheckpointError(
             f"{where} holds weights as .bin, a pickle, which could run any code when it is read. Convert it once to "
