@@ -9,7 +9,7 @@ from ranks import RankPool
 
 # More of what other cases of the same test show: without them `make test` takes a quarter of an hour on two cores.
 THOROUGH = [
-    r"test_models.py::test_equals_ddp\[(whisper|switch|vit|qwen3)-",
+    r"test_models.py::test_equals_ddp\[(whisper|switch|vit|qwen3|gpt2)-",
     r"test_models.py::test_equals_ddp\[(?!odd_net|mixtral).*-3\]",
     r"test_models.py::test_one_rank_and_five\[qwen3",
     r"test_models.py::test_evaluation_between_steps\[(whisper|t5)\]",
@@ -24,9 +24,10 @@ THOROUGH = [
     r"test_rows.py::test_groups_accumulate_and_clip\[settings[12]-hpz\]",
     r"test_rows.py::test_owners_update_as_one_process_would\[(1|2)-whole",
     r"test_precision.py::test_states_in_bf16_train_with_stochastic_rounding\[options0",
-    r"test_faults.py::test_a_call_of_one_rank_alone_is_named_on_all\[\('attach'",
+    r"test_faults.py::test_a_call_of_one_rank_alone_is_named_on_all\[\('(attach|full_params)'",
+    r"test_resume.py::test_accumulating_gives_the_losses_of_larger_batches",
     r"test_bench.py::test_tiny_(memory|precision)_run",
-    r"test_ranks.py::test_(the_least_recently|a_hang_ends|a_world_without|errors_caught)",
+    r"test_ranks.py::test_(the_least_recently|a_hang_ends|a_world_without|errors_caught|an_error_shows)",
 ]
 
 
