@@ -130,8 +130,9 @@ def verify_command(
     """
     problems: list[str] = []
     count = nbytes = 0
+    keeps_digests = is_native(checkpoint)
     try:
-        if is_native(checkpoint):  # which keeps digests of all its bytes, not of tensors alone
+        if keeps_digests:  # of all its bytes, not of tensors alone
             problems += verify_native(checkpoint)
         contents = open_checkpoint(checkpoint)
     except CheckpointError as error:
@@ -141,7 +142,7 @@ def verify_command(
     else:
         for each in tensors_of(contents):
             count, nbytes = count + 1, nbytes + each.nbytes
-            if is_native(checkpoint) and not finite:
+            if keeps_digests and not finite:
                 continue  # every byte has been read already
             try:
                 if not _is_readable(each.stored, finite):

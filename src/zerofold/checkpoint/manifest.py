@@ -102,7 +102,7 @@ class Manifest:
         for key, entry in self.tensors.items():
             if entry.dtype not in DTYPES or not all(map(_is_count, entry.shape)):
                 raise ValueError(f"'{key}' has dtype {entry.dtype} and shape {entry.shape}")
-            entry.pieces = sorted((tuple(piece) for piece in entry.pieces), key=lambda piece: piece[1])  # type: ignore[misc]
+            entry.pieces = sorted(((a, b, c, d) for a, b, c, d in entry.pieces), key=lambda piece: piece[1])
             end, itemsize = 0, DTYPES[entry.dtype].itemsize
             for number, start, stop, offset in entry.pieces:
                 if not all(map(_is_count, (number, start, stop, offset))) or start != end or stop <= start:

@@ -83,13 +83,8 @@ def own_pieces(slab: Slab, shard: Tensor) -> Iterator[tuple[str, tuple[int, ...]
 def buffers(engine: Engine) -> Iterator[Held]:
     """Rank 0's, which the others follow. Copies: unlike all else, they change in forward."""
     if engine.groups.everyone.rank == 0:
-        for name, buffer in persistent_buffers(engine):
+        for (name, *_), buffer in buffers_by_names(engine):
             yield Held(f"model/{name}", tuple(buffer.shape), 0, buffer.detach().clone().reshape(-1))
-
-
-def persistent_buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for names, buffer in buffers_by_names(engine):
-        yield names[0], buffer
 
 
 def buffers_by_names(engine: Engine) -> list[tuple[list[str], Tensor]]:

@@ -14,9 +14,10 @@ T = TypeVar("T")
 
 def together(control: Comm, make: Callable[[], T]) -> T:
     """The result of `make`, or the same error on every rank when it fails on any."""
-    made, error = None, None
+    made: list[T] = []
+    error: Exception | None = None
     try:
-        made = make()
+        made.append(make())
     except Exception as caught:
         error = caught
     kinds = control.all_gather_objects(None if error is None else (isinstance(error, DamagedError), message_of(error)))
@@ -26,7 +27,7 @@ def together(control: Comm, make: Callable[[], T]) -> T:
     if failed:
         _, is_damaged, message = failed[0]
         raise (DamagedError if is_damaged else CheckpointError)(message) from error
-    return made  # type: ignore[return-value]
+    return made[0]
 
 
 def message_of(error: Exception) -> str:
