@@ -41,6 +41,7 @@ class StepScope:
 
     def __init__(self) -> None:
         self.is_open = False
+        self.joins_norms = False  # a norm is taken over all ranks, who must all ask; else it is refused
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def open(self, others: list[ShardedParameter]) -> None:
@@ -304,12 +305,15 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if rule.kind is _Kind.SAME_DATA:
         return ShardedTensor(first._local, first._spec)
     runs_whole = all(_is_whole(tensor._spec) for tensor in _sharded_in(args, kwargs))
-    if rule.kind is _Kind.REFUSED and not runs_whole:
+    is_norm = func is aten.linalg_vector_norm.default and len(args) < 3 and first._spec.step.joins_norms
+    if rule.kind is _Kind.REFUSED and not runs_whole and not is_norm:
         raise RuntimeError(_refusal(func, first))
     if not rule.zeroes:
         for tensor in _sharded_in(args, kwargs):
             if tensor.is_unreduced:
                 raise RuntimeError(_unreduced(tensor))
+    if is_norm and not runs_whole:
+        return _norm_over_ranks(first, *args[1:])
     changed = [kwargs.get(place) if isinstance(place, str) else args[place] for place in rule.written]
     written = [tensor for each in changed for tensor in (each if isinstance(each, (list, tuple)) else (each,))]
     for tensor in () if runs_whole else written:
@@ -338,6 +342,19 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if rule.kind is _Kind.LISTS:
         return [_like(piece, like) for piece, like in zip(result, args[0], strict=True)]
     return _like(result, first) if rule.kind is _Kind.ELEMENTWISE else result
+
+
+def _norm_over_ranks(tensor: ShardedTensor, order: float = 2.0) -> Tensor:
+    """The same number on all ranks. In double, so that how the tensor is cut does not show."""
+    takes_largest = order == float("inf")
+    sizes = tensor._local.reshape(-1).abs().double()
+    if takes_largest:
+        total = sizes.max() if sizes.numel() else sizes.new_zeros(())
+    else:
+        total = sizes.pow(order).sum()
+    op = dist.ReduceOp.MAX if takes_largest else dist.ReduceOp.SUM
+    tensor._spec.comm.all_reduce(total, unit="gradient norm", op=op).wait()
+    return (total if takes_largest else total.pow(1 / order)).to(tensor.dtype)
 
 
 def _is_whole(spec: ShardSpec) -> bool:
