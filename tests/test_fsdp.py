@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerofold as zf
 from zerofold.fsdp import (
-    CPUOffload,
     CustomPolicy,
     FSDPModule,
     FullStateDictConfig,
@@ -33,7 +31,7 @@ from zerofold.fsdp import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from zerofold.fsdp import FullyShardedDataParallel as FSDP
+from zerofold.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  # its name in every script
 
 POLICIES: dict[str, Any] = {
     "transformer": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
@@ -138,7 +136,8 @@ def train_fully(held: bool | None, dims: int = 1, policy: Any = None, by_list: b
     if by_list:
         fully_shard([model.norm, model.head])
     assert fully_shard(model, mesh=mesh) is model
-    assert isinstance(model, FSDPModule) and isinstance(model, TinyGPT) and isinstance(model.blocks[0], FSDPModule)
+    assert all(isinstance(each, FSDPModule) for each in (model, *model.blocks))
+    assert isinstance(model, TinyGPT)
     optimizer = adamw(model.parameters())
     for batch in batches(3):
         model(*batch).backward()
@@ -182,3 +181,243 @@ def fully_shard_as_torch_does() -> float:
 
 def test_fully_shard_trains_as_torchs_own(ranks: Any) -> None:
     assert max(ranks(2, fully_shard_as_torch_does)) <= 2e-3  # a bf16 step of weights of 0.3
+
+
+def states_travel() -> dict[str, Any]:
+    """A model and its optimizer, saved as FSDP saves them, loaded into another strategy, go on alike."""
+    data = list(batches(4))
+    policy = POLICIES["transformer"]
+    model = FSDP(make_model(), auto_wrap_policy=policy)
+    optimizer = adamw(model.parameters())
+
+    def step(model: Any, optimizer: Any, batch: Any) -> float:
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    for batch in data[:2]:
+        step(model, optimizer, batch)
+    found: dict[str, Any] = {}
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        found["on ranks"] = len(model.state_dict())
+    found["type after"] = FSDP.get_state_dict_type(model).state_dict_config.rank0_only
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        found["sharded"] = all(isinstance(tensor, zf.sharded.ShardedTensor) for tensor in model.state_dict().values())
+    weights = model.state_dict()
+    states = FSDP.optim_state_dict(model, optimizer)
+    found["first state"] = {key: tuple(value.shape) for key, value in states["state"]["tokens.weight"].items()}
+    found["groups"] = states["param_groups"][0]["params"][:2]
+    found["rank0 only"] = bool(FSDP.full_optim_state_dict(model, optimizer))
+    other = FSDP(make_model(), auto_wrap_policy=policy, sharding_strategy=ShardingStrategy.NO_SHARD)
+    other.load_state_dict({f"_fsdp_wrapped_module.{name}": value for name, value in weights.items()})
+    others = adamw(other.parameters())
+    others.load_state_dict(FSDP.optim_state_dict_to_load(other, others, states))
+    back = FSDP(make_model(), auto_wrap_policy=policy)
+    back.load_state_dict(other.state_dict())
+    last = adamw(back.parameters())
+    last.load_state_dict(FSDP.optim_state_dict_to_load(back, last, FSDP.optim_state_dict(other, others)))
+    runs = [(model, optimizer), (other, others), (back, last)]
+    losses = [[step(*run, batch) for batch in data[2:]] for run in runs]
+    found["same"] = losses[0] == losses[1] == losses[2]
+    for each, _ in runs:
+        zf.close(each)
+    return found
+
+
+def test_states_are_saved_and_loaded_as_with_fsdp(ranks: Any) -> None:
+    first, second = ranks(2, states_travel)
+    assert (first.pop("on ranks"), second.pop("on ranks")) == (len(make_model().state_dict()), 0)
+    assert (first.pop("rank0 only"), second.pop("rank0 only")) == (True, False)
+    assert first == second
+    assert first == {
+        "type after": False,
+        "sharded": True,
+        "first state": {"step": (), "exp_avg": (96, 40), "exp_avg_sq": (96, 40)},
+        "groups": ["tokens.weight", "positions.weight"],
+        "same": True,
+    }
+
+
+def summon_and_apply(strategy: ShardingStrategy) -> list[float]:
+    model = FSDP(make_model(), auto_wrap_policy=POLICIES["transformer"], sharding_strategy=strategy)
+    with FSDP.summon_full_params(model, writeback=False), torch.no_grad():
+        model.head.weight.fill_(7.0)
+    first = model.state_dict()["head.weight"].max().item()
+    with FSDP.summon_full_params(model.blocks[0]), torch.no_grad():
+        model.head.weight.fill_(3.0)
+    second = model.state_dict()["head.weight"].mean().item()
+    model.apply(lambda module: nn.init.constant_(module.weight, 2.0) if isinstance(module, nn.Linear) else None)
+    third = model.state_dict()["blocks.1.up.weight"].mean().item()
+    zf.close(model)
+    return [first, second, third]
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD])
+def test_whole_parameters_are_read_and_written(ranks: Any, strategy: ShardingStrategy) -> None:
+    for first, second, third in ranks(2, summon_and_apply, strategy):
+        assert (first < 1.0, second, third) == (True, 3.0, 2.0)
+
+
+def mixed(dtype: torch.dtype, strategy: ShardingStrategy, scaled: bool) -> tuple[list[float], set[torch.dtype]]:
+    policy = MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
+    model = FSDP(
+        make_model(), auto_wrap_policy=POLICIES["transformer"], mixed_precision=policy, sharding_strategy=strategy
+    )
+    optimizer = adamw(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+    losses = []
+    for batch in [next(iter(batches(1)))] * 4:
+        loss = model(*batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    dtypes = {tensor.dtype for tensor in model.state_dict().values()}
+    zf.close(model)
+    return losses, dtypes
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize(("dtype", "scaled"), [(torch.bfloat16, False), (torch.float16, True)])
+def test_mixed_precision_trains_fp32_masters(
+    ranks: Any, dtype: torch.dtype, scaled: bool, strategy: ShardingStrategy
+) -> None:
+    for losses, dtypes in ranks(2, mixed, dtype, strategy, scaled):
+        assert losses[-1] < losses[0] - 1.0
+        assert dtypes == {torch.float32}
+
+
+def blocks_in_fp32() -> list[Any]:
+    """A policy may leave some modules in fp32, in either shape."""
+    half = MixedPrecision(param_dtype=torch.bfloat16)
+    policy = CustomPolicy(lambda module: {"mixed_precision": None} if isinstance(module, nn.LayerNorm) else False)
+    first = FSDP(make_model(), auto_wrap_policy=policy, mixed_precision=half)
+    second = make_model()
+    fully_shard(second.norm)
+    fully_shard(second, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+    found = []
+    for model in (first, second):
+        seen: dict[str, torch.dtype] = {}
+        for name in ("norm", "head"):
+            module = model.get_submodule(name)
+            module.register_forward_hook(lambda m, args, out, name=name, seen=seen: seen.update({name: m.weight.dtype}))
+        (batch,) = batches(1)
+        out = model(*batch)
+        out.backward()
+        found.append((seen["norm"], seen["head"], out.dtype))
+        zf.close(model)
+    return found
+
+
+def test_some_modules_stay_in_fp32(ranks: Any) -> None:
+    half, single = torch.bfloat16, torch.float32
+    assert ranks(2, blocks_in_fp32) == [[(single, half, half), (single, half, single)]] * 2
+
+
+def filled_later() -> list[float]:
+    """A model on the meta device: filled unit by unit at its first use, or by the user after to_empty."""
+    with torch.device("meta"):
+        models = [TinyGPT(), TinyGPT(), TinyGPT()]
+    for block in models[0].blocks:
+        fully_shard(block)
+    fully_shard(models[0])
+    fully_shard(models[1])
+    models[1].to_empty(device="cpu")
+    for parameter in nn.Module.parameters(models[1]):
+        nn.init.constant_(parameter, 0.5)
+
+    def fill(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 0.25)
+
+    wrapped: list[Any] = [models[0], models[1], FSDP(models[2], param_init_fn=fill)]
+    (batch,) = batches(1)
+    found = []
+    for model in wrapped:
+        model(*batch).backward()
+        found.append(zf.full(next(model.parameters())).abs().mean().item())
+        zf.close(model)
+    return found
+
+
+def test_models_on_the_meta_device(ranks: Any) -> None:
+    for own, emptied, wrapped in ranks(2, filled_later):
+        assert (0.5 < own < 1.0, emptied, wrapped) == (True, 0.5, 0.25)
+
+
+def misuse(case: str) -> None:
+    model = make_model()
+    if case == "device":
+        FSDP(model, device_id=0)
+    elif case == "group":
+        FSDP(model, process_group=dist.new_group([0, 1]))
+    elif case == "ignored":
+        FSDP(model, ignored_modules=[model.head])
+    elif case == "ignored parameters":
+        fully_shard(model, ignored_params={model.head.weight})
+    elif case == "hybrid":
+        FSDP(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    elif case == "used before":
+        model.blocks[0] = FSDP(model.blocks[0])
+        list(model.blocks[0].parameters())
+        FSDP(model)
+    elif case == "used before, fully":
+        fully_shard(model.blocks[0]).parameters().__next__()
+        fully_shard(model)
+    elif case == "not the model":
+        for block in model.blocks:
+            fully_shard(block)
+        (batch,) = batches(1)
+        model(*batch)
+    elif case == "not the model, wrapped":
+        model.blocks[0] = FSDP(model.blocks[0])
+        (batch,) = batches(1)
+        model(*batch)
+    elif case == "twice":
+        fully_shard(fully_shard(model))
+    elif case == "list":
+        fully_shard(model.blocks)
+    elif case == "local":
+        FSDP.set_state_dict_type(FSDP(model), StateDictType.LOCAL_STATE_DICT)
+    elif case == "plain":
+        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    elif case == "reshard":
+        fully_shard(model, reshard_after_forward=4)
+    elif case == "block's setting":
+        fully_shard(model.blocks[0])
+        fully_shard(model)
+        model.blocks[0].set_requires_gradient_sync(False)
+    elif case == "block in bf16":
+        fully_shard(model.blocks[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        list(fully_shard(model).parameters())
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("device", "device_id=0, but this machine has no accelerator: leave it out"),
+        ("group", "process_group: pass device_mesh="),
+        ("ignored", "ignored_modules: every parameter of the module is sharded"),
+        ("ignored parameters", "ignored_params: every parameter of the module is sharded"),
+        ("hybrid", "LOCAL_WORLD_SIZE='' does not say how the 2 ranks lie on machines"),
+        ("used before", "sharded already: wrap blocks first and the model last"),
+        ("used before, fully", "was used before: call fully_shard on all blocks and then on the model"),
+        ("not the model", "this Block is called by a TinyGPT that was not wrapped itself: call fully_shard on the"),
+        ("not the model, wrapped", "is called by a TinyGPT that was not wrapped itself: call FSDP on the whole"),
+        ("twice", "fully_shard was called on this TinyGPT already"),
+        ("list", "a ModuleList is never called, so nothing would gather it"),
+        ("local", "choose StateDictType.FULL_STATE_DICT, or SHARDED_STATE_DICT"),
+        ("plain", "this TinyGPT is not wrapped by FSDP, and nothing in it is"),
+        ("reshard", "reshard_after_forward=4: True releases parameters after forward, False keeps them"),
+        ("block's setting", "set_requires_gradient_sync: call it on the model, not on a Block inside it"),
+        ("block in bf16", "give the model the policy of its blocks"),
+    ],
+)
+def test_misuse_is_told(ranks: Any, case: str, words: str) -> None:
+    for error in ranks(2, raised, misuse, case):
+        assert words in error
+        assert "\n" not in error

@@ -31,7 +31,8 @@ class _Wish:
     mesh: DeviceMesh | None
     reshard_after_forward: bool | None
     policy: MixedPrecisionPolicy
-    root: ref[nn.Module] | None = None  # the outermost, once it is sharded or being sharded
+    around: ref[nn.Module] | None = None  # the outermost module that was marked around it
+    root: ref[nn.Module] | None = None  # the same, once it is sharded or being sharded
     bound: int = 0  # of the outermost: gathered bytes where parameters are released after forward
 
 
@@ -49,8 +50,8 @@ def fully_shard(
 
     The same module comes back, with the methods of `FSDPModule`. The outermost is sharded at its first use: when its
     parameters, its state dict or its forward are asked for. The optimizer is built after that, from
-    `model.parameters()`. `torch.nn.utils.clip_grad_norm_` works on them; `zf.clip_grad_norm_(model, norm)` does the same
-    in one communication. The arguments are torch's. What differs:
+    `model.parameters()`. `torch.nn.utils.clip_grad_norm_` works on them, and `zf.clip_grad_norm_(model, norm)` does
+    the same in one communication. The arguments are torch's. What differs:
 
     module                 of a list, each module is gathered by itself
     mesh                   of one dimension, or of two (groups × ranks in a group) for copies across groups; the whole
@@ -91,6 +92,9 @@ def fully_shard(
         give_face(each, FSDPModule)
         # Beside nn.Module's own attributes, so that nothing of it shows.
         object.__setattr__(each, "_fsdp_wish", _Wish(mesh, reshard_after_forward, mp_policy))
+        for inner in each.modules():
+            if isinstance(inner, FSDPModule) and inner is not each:
+                inner._fsdp_wish.around = ref(each)
     return module
 
 
@@ -118,8 +122,8 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._fsdp_wish.root is None:
-            refuse_call_from_outside(_module(self), "fully_shard")
-            _shard(_module(self))
+            refuse_call_from_outside(_outermost(self), "fully_shard")
+            _shard(_outermost(self))
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -191,10 +195,15 @@ def _module(face: FSDPModule) -> nn.Module:
     return face
 
 
+def _outermost(face: FSDPModule) -> nn.Module:
+    around = None if face._fsdp_wish.around is None else face._fsdp_wish.around()
+    return _module(face) if around is None else around
+
+
 def _engine(face: FSDPModule, *, during_sharding: bool = False) -> Engine | None:
     """Of the model that this module is part of; none while it is being sharded."""
     if face._fsdp_wish.root is None:
-        _shard(_module(face))
+        _shard(_outermost(face))
     assert face._fsdp_wish.root is not None
     root = face._fsdp_wish.root()
     assert root is not None

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 from zerofold.engine import Engine
 from zerofold.optim.probe import scalar_states
-from zerofold.sharded import ShardedParameter, ShardedTensor
+from zerofold.sharded import ShardedParameter, ShardedTensor, ShardSpec
 
 WRAPPED = "_fsdp_wrapped_module"
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -61,33 +61,34 @@ def clean(name: str) -> str:
 def shown_state(state: dict[str, Any], config: StateDictConfig | OptimStateDictConfig) -> dict[str, Any]:
     """A model's sharded state dict as the config wants it. All ranks must call it, whoever keeps the result."""
     show = _Show(config)
-    for name in list(state):
-        if isinstance(state[name], Tensor):
-            state[name] = show(state[name])
+    done: dict[ShardSpec, Tensor] = {}  # a tied parameter once
+    for name, tensor in state.items():
+        if isinstance(tensor, ShardedTensor):
+            if tensor.spec not in done:
+                done[tensor.spec] = show(tensor)
+            state[name] = done[tensor.spec]
+        elif isinstance(tensor, Tensor):
+            state[name] = show(tensor)
     if show.drops:
         state.clear()
     return state
 
 
 class _Show:
-    """One tensor after another; whole ones are made one at a time, and a tied one once."""
+    """One tensor after another: whole ones are made one at a time."""
 
     def __init__(self, config: StateDictConfig | OptimStateDictConfig) -> None:
         self.is_full = isinstance(config, (FullStateDictConfig, FullOptimStateDictConfig))
         self.drops = bool(getattr(config, "rank0_only", False)) and dist.get_rank() != 0
         self._to_cpu = config.offload_to_cpu
-        self._done: dict[tuple[Any, int], Tensor] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, ShardedTensor):
             return tensor.cpu() if self._to_cpu else tensor
         if not self.is_full:
             return ShardedTensor(tensor.local.cpu(), tensor.spec) if self._to_cpu else tensor
-        key = tensor.spec, tensor.local.data_ptr()
-        if key not in self._done:
-            whole = tensor.full_tensor()
-            self._done[key] = torch.empty(0) if self.drops else whole.cpu() if self._to_cpu else whole
-        return self._done[key]
+        whole = tensor.full_tensor()
+        return torch.empty(0) if self.drops else whole.cpu() if self._to_cpu else whole
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, config: OptimStateDictConfig) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, config: 
         for name, parameter in zip(members, group["params"], strict=True):
             if parameter in optimizer.state:
                 held = optimizer.state[parameter]
-                state[name] = {key: show(v) if isinstance(v, Tensor) else v for key, v in held.items()}
+                state[name] = {key: show(v.detach().clone()) if isinstance(v, Tensor) else v for key, v in held.items()}
     return {} if show.drops else {"state": state, "param_groups": groups}
 
 
@@ -121,7 +122,7 @@ def optimizer_state_to_load(
         for parameter in group["params"]:
             name = _name_of(names, optimizer, parameter)
             if name in saved:
-                state[position] = {key: v if key in scalars else _cut(v, parameter) for key, v in saved[name].items()}
+                state[position] = {key: _cut(v, parameter, key in scalars) for key, v in saved[name].items()}
             elif name not in options:
                 raise KeyError(f"the optimizer state to load has no '{name}': it is of another model")
             indices.append(position)
@@ -131,9 +132,11 @@ def optimizer_state_to_load(
     return {"state": state, "param_groups": groups}
 
 
-def _cut(value: Any, parameter: Tensor) -> Any:
-    if not isinstance(value, Tensor) or not isinstance(parameter, ShardedParameter) or value.shape != parameter.shape:
+def _cut(value: Any, parameter: Tensor, is_scalar: bool) -> Any:
+    if not isinstance(value, Tensor):
         return value
+    if is_scalar or not isinstance(parameter, ShardedParameter) or value.shape != parameter.shape:
+        return value.clone()  # a step counts on in place
     if isinstance(value, ShardedTensor):
         if value.spec.ranges == parameter.spec.ranges:
             return ShardedTensor(value.local.to(parameter.device), parameter.spec)
