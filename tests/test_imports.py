@@ -52,9 +52,9 @@ ROOMS = [
     "activation",
     "parallel",
     "checkpoint",
+    "config",
     "prepare",
     "compat",
-    "config",
     "plan",
     "observe",
     "",  # the public face: zerofold/__init__.py
