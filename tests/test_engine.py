@@ -108,20 +108,21 @@ def bytes_of_two_micro_batches(stage: int) -> float:
     """Elements sent per parameter by two micro-batches that make one step."""
     engine = engine_on(make_model(), stage, gradient_accumulation_steps=2)
     for batch in batches(4):  # the first step learns the order
-        before = sum(zf.ledger(engine.module).snapshot()["comm_elements"].values())
+        before = zf.ledger(engine.module).snapshot()["comm_elements"]
         engine.backward(engine(*batch))
         engine.step()
         if engine.micro_steps == 3:
-            first = sum(zf.ledger(engine.module).snapshot()["comm_elements"].values()) - before
+            first = zf.ledger(engine.module).snapshot()["comm_elements"] - before
     psi = zf.ledger(engine.module).snapshot()["psi"]
     engine.destroy()
     return first / psi
 
 
 def test_whole_gradients_are_sent_once_a_step(ranks: Any) -> None:
-    """Stage 1 sends nothing for the first micro-batch but the parameters of the step before; stage 2 reduces it."""
+    """Stage 1 keeps the gradients of the first micro-batch to itself; stage 2 has no room for them."""
     one, two = (ranks(2, bytes_of_two_micro_batches, stage)[0] for stage in (1, 2))
-    assert one < 0.6 and two > 0.9
+    assert one < 0.1
+    assert two > 0.4
 
 
 # Losses and models of every kind.
@@ -192,7 +193,9 @@ def non_scalar(stage: int) -> tuple[float, str]:
 def test_outputs_of_any_shape_can_be_given_gradients(ranks: Any, stage: int) -> None:
     for difference, message in ranks(2, non_scalar, stage):
         assert difference < 1e-6
-        assert "one element" in message and "(4, 3)" in message and "gradient=" in message
+        assert "one element" in message
+        assert "(4, 3)" in message
+        assert "gradient=" in message
 
 
 def combined(stage: int) -> float:
@@ -209,7 +212,9 @@ def combined(stage: int) -> float:
             averaged(model)
             torch.optim.SGD(model.parameters(), lr=LR).step()
             model.zero_grad()
-    difference = max(largest_difference(whole(e), list(p.parameters())) for e, p in zip((one, other), plain, strict=True))
+    difference = max(
+        largest_difference(whole(e), list(p.parameters())) for e, p in zip((one, other), plain, strict=True)
+    )
     one.destroy()
     other.destroy()
     return difference
@@ -260,7 +265,12 @@ def test_unused_frozen_and_forgotten_parameters_stay(ranks: Any, stage: int) -> 
 
 def settings() -> dict[str, Any]:
     engine = engine_on(
-        make_model(), 2, gradient_accumulation_steps=2, gradient_clipping=0.5, scheduler=SCHEDULER, bf16={"enabled": True}
+        make_model(),
+        2,
+        gradient_accumulation_steps=2,
+        gradient_clipping=0.5,
+        scheduler=SCHEDULER,
+        bf16={"enabled": True},
     )
     found: dict[str, Any] = {"info": engine.get_batch_info(), "clip": engine.gradient_clipping()}
     found["first lr"] = engine.get_lr()
@@ -290,12 +300,19 @@ SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_st
 
 def test_settings_can_be_asked_and_changed(ranks: Any) -> None:
     found = ranks(2, settings)[0]
-    assert found["info"] == (8, 2, 2) and found["larger"] == (16, 2, 4) and found["micro"] == (24, 3, 4)
-    assert found["clip"] == 0.5 and found["norm"] > 0.5
+    assert found["info"] == (8, 2, 2)
+    assert found["larger"] == (16, 2, 4)
+    assert found["micro"] == (24, 3, 4)
+    assert found["clip"] == 0.5
+    assert found["norm"] > 0.5
     assert found["lr"] == [pytest.approx(0.05)]
-    assert found["set lr"] == [0.125] and found["asked"] == (2, True, False) and found["of the model"] == "none"
-    assert "13" in found["wrong"] and "6 = 3 per rank x 2 ranks" in found["wrong"]
-    assert "no_sync" in found["step inside"] and "no graph" in found["no graph"]
+    assert found["set lr"] == [0.125]
+    assert found["asked"] == (2, True, False)
+    assert found["of the model"] == "none"
+    assert "13" in found["wrong"]
+    assert "6 = 3 per rank x 2 ranks" in found["wrong"]
+    assert "no_sync" in found["step inside"]
+    assert "no graph" in found["no graph"]
 
 
 def test_calls_that_cannot_be(ranks: Any) -> None:
@@ -338,7 +355,8 @@ def load_data() -> list[list[int]]:
 def test_training_data_is_shared_out(ranks: Any) -> None:
     first, second = ranks(2, load_data)
     for one, other in zip(first, second, strict=True):
-        assert len(one) == len(other) == 4 and not set(one) & set(other)
+        assert len(one) == len(other) == 4
+        assert not set(one) & set(other)
     assert first[0] != first[1]  # another order in the next epoch
 
 
@@ -384,8 +402,10 @@ def go_on(folder: str, stage: int, load_stage: int) -> dict[str, Any]:
 def test_a_run_goes_on_from_its_checkpoint(ranks: Any, tmp_path: Path, stage: int, load_stage: int) -> None:
     found = ranks(2, go_on, str(tmp_path / "run"), stage, load_stage)
     for each in found:
-        assert each["path"] == "global_step3" and each["client"] == {"epoch": 2, "best": [0.5, (1, 2)]}
-        assert each["step"] == 3 and each["steps"] == 6
+        assert each["path"] == "global_step3"
+        assert each["client"] == {"epoch": 2, "best": [0.5, (1, 2)]}
+        assert each["step"] == 3
+        assert each["steps"] == 6
         assert each["difference"] < 1e-5
         assert each["module only"] == (6, each["lr"])
         assert each["without schedule"][0] == 3
@@ -415,7 +435,8 @@ def test_tags_that_differ_between_ranks(ranks: Any, tmp_path: Path, rule: str) -
         assert all("'rank0'" in str(each[0]) and "'rank1'" in str(each[0]) for each in (first, second))
         assert not (tmp_path / "rank0").exists()
     else:
-        assert (tmp_path / "rank0").is_dir() and not (tmp_path / "rank1").exists()
+        assert (tmp_path / "rank0").is_dir()
+        assert not (tmp_path / "rank1").exists()
         assert bool(first[1]) is (rule == "Warn")
 
 
@@ -443,7 +464,9 @@ def weights_for_others(folder: str, stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_whole_weights_in_one_file(ranks: Any, tmp_path: Path, stage: int) -> None:
     first, second = ranks(2, weights_for_others, str(tmp_path), stage)
-    assert first["written"] and first["same"] and first["held"]
+    assert first["written"]
+    assert first["same"]
+    assert first["held"]
     assert second["held"] is (stage == 1)
     assert first["left"] == ({"cpu"} if stage == 1 else {"meta"})
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors", "pytorch_model.bin"]

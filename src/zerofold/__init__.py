@@ -7,8 +7,8 @@ from zerofold.checkpoint.load import load
 from zerofold.checkpoint.save import save, stage
 from zerofold.checkpoint.saving import Saving
 from zerofold.checkpoint.whole import full_tensors
-from zerofold.compat.initialize import add_config_arguments, initialize
 from zerofold.comm import CommError, DivergenceError
+from zerofold.compat.initialize import add_config_arguments, initialize
 from zerofold.join import join
 from zerofold.loss_scale import LossScale, LossScaleError
 from zerofold.observe.out_of_memory import explain_oom
