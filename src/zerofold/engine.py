@@ -239,9 +239,9 @@ class Engine:
         else:
             self.schedule.wait_all()
         self.hooks.remove()
-        for slab in () if gather else self.slabs():
-            if self.row.parameters.is_cut:
-                _leave_shapes(slab)
+        away = [] if gather else [slab for slab in self.slabs() if slab.has_own_shard and not slab.is_kept]
+        for slab in away:
+            _leave_shapes(slab)
         for undo in self.on_close:
             undo()
         self.boundary.remove()
@@ -250,7 +250,7 @@ class Engine:
                 parameter.grad = None
                 for name in ("_master", "_arrive", "_plain_class"):  # which would keep all of this alive
                     vars(parameter).pop(name, None)
-                if not slab.dtypes.is_plain:
+                if not slab.dtypes.is_plain and slab not in away:
                     parameter.grad_dtype = parameter.dtype
         if self.precision.is_mixed and gather:
             # Frozen ones have no master, and yet one dtype for all makes an ordinary model.
@@ -274,6 +274,7 @@ class Engine:
 
 
 def _leave_shapes(slab: Slab) -> None:
+    """In the module; the parameters themselves have no memory here, and may be held by somebody."""
     for entry in slab.entries:
         shown = entry.parameter
         left = nn.Parameter(torch.empty(shown.shape, dtype=shown.dtype, device="meta"), shown.requires_grad)

@@ -244,8 +244,8 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
     """Ends sharding: the model is an ordinary module again, with its whole parameters on every rank.
 
     All ranks must call it. The optimizer that was attached has no use afterwards. A checkpoint that is being written
-    in the background is waited for. A model too large to be whole is let go with gather=False: parameters that were
-    cut have their shapes left, on the meta device, and nothing is communicated.
+    in the background is waited for. A model too large to be whole is let go with gather=False: parameters that are
+    not whole here have their shapes left, on the meta device, and nothing is communicated.
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 64), stage=3)
