@@ -1,0 +1,311 @@
+"""zf.Accelerator: the training loop of Hugging Face Accelerate on zerofold."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from zerofold.access import full, no_sync
+from zerofold.compat.accelerator_data import PreparedLoader
+from zerofold.compat.accelerator_gather import gathered, gathered_objects, has_tensors_only, padded, reduced, shortened
+from zerofold.compat.accelerator_ranks import Ranks
+from zerofold.compat.accelerator_saving import Saved
+from zerofold.compat.accelerator_steps import Micro, PreparedOptimizer, PreparedScheduler
+from zerofold.engine import Engine
+from zerofold.optim.clip import Gradients
+from zerofold.optim.cost import update_cost
+from zerofold.precision import Precision
+from zerofold.prepare import attach, close, prepare, shard
+from zerofold.units import UnitChoice
+
+_PRECISIONS = {
+    None: None,
+    "no": None,
+    "fp16": Precision(parameters=torch.float16, outputs=torch.float32),
+    "bf16": Precision(parameters=torch.bfloat16, outputs=torch.float32),
+}
+_OPTIONS = frozenset(inspect.signature(prepare).parameters) - {"model", "optimizer"}
+_OF_ATTACH = _OPTIONS - frozenset(inspect.signature(shard).parameters)
+
+
+class Accelerator(Ranks, Saved):
+    """Accelerate's training loop: prepare, backward, accumulate, clip, gather, save; the model is sharded by zerofold.
+
+    mixed_precision              "no", "bf16" or "fp16": forward and backward in 16 bits with fp32 masters; outputs fp32
+    gradient_accumulation_steps  micro-batches in a step: `with accelerator.accumulate(model)`
+    cpu                          train on the CPU though there is an accelerator
+    stage, units                 as in zf.prepare
+    prepare_options              further arguments of zf.prepare: {"clip": 1.0, "mesh": mesh, ...}
+    split_batches                a loader's batch_size is that of all ranks together, not of each
+    even_batches                 fill up the last batches, so that every rank has as many
+    device_placement             put the model and the batches on this rank's device
+    step_scheduler_with_optimizer
+                                 False: a scheduler's step() always steps, once
+    project_dir                  where `save_state()` without a folder writes
+
+    The process group is started if there is none; a script started alone is a world of one.
+
+    >>> import torch
+    >>> from zerofold.compat.accelerator import Accelerator
+    >>> accelerator = Accelerator(stage=2)
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> data = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
+    >>> model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    >>> for x in data:
+    ...     loss = model(x).square().mean()
+    ...     accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()
+    >>> accelerator.free_memory()
+    """
+
+    def __init__(
+        self,
+        *,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        stage: int | str = 3,
+        units: UnitChoice = None,
+        prepare_options: Mapping[str, Any] | None = None,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        device_placement: bool = True,
+        step_scheduler_with_optimizer: bool = True,
+        project_dir: str | None = None,
+    ) -> None:
+        if mixed_precision not in _PRECISIONS:
+            raise ValueError(f"mixed_precision={mixed_precision!r} does not exist; choose 'no', 'bf16' or 'fp16'")
+        if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
+            raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r} must be at least 1")
+        options = dict(prepare_options or {})
+        for name in options:
+            if name not in _OPTIONS:
+                raise ValueError(f"prepare_options: zf.prepare has no {name!r}; it has {', '.join(sorted(_OPTIONS))}")
+        Ranks.__init__(self, cpu=cpu)
+        Saved.__init__(self, project_dir)
+        self.mixed_precision = mixed_precision or "no"
+        self.split_batches, self.even_batches, self.device_placement = split_batches, even_batches, device_placement
+        self._options = {"stage": stage, "units": units, "precision": _PRECISIONS[mixed_precision], **options}
+        self._with_optimizer = step_scheduler_with_optimizer
+        self._micro = Micro(gradient_accumulation_steps)
+        self._active: list[PreparedLoader] = []  # loaders being iterated, innermost last
+
+    # preparing
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        """Models, optimizers, data loaders and schedulers, in any order; comes back in the same order.
+
+        A model is sharded in place, with the optimizers that hold its parameters; the same object comes back. Whatever
+        is none of the four comes back as it is.
+        """
+        places = device_placement or [self.device_placement] * len(objects)
+        optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+        before = list(self._models)
+        for each, placed in zip(objects, places, strict=True):
+            if isinstance(each, nn.Module):
+                self._prepare_model(each, optimizers, placed=placed)
+        try:
+            self._attach([each for each in optimizers if not self._is_prepared(each)])
+        except Exception:
+            for model in self._models[len(before) :]:
+                close(model)
+            self._models = before
+            raise
+        found = [self._prepared(each, placed) for each, placed in zip(objects, places, strict=True)]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> Any:
+        return self.prepare(model, device_placement=None if device_placement is None else [device_placement])
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any]) -> Any:
+        return self.prepare(data_loader)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        return self.prepare(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        return self.prepare(scheduler)
+
+    def _is_prepared(self, optimizer: torch.optim.Optimizer) -> bool:
+        return isinstance(optimizer, PreparedOptimizer) or any(o.optimizer is optimizer for o in self._optimizers)
+
+    def _prepare_model(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], *, placed: bool) -> None:
+        if model in self._models:
+            return
+        if placed and not any(tensor.is_meta for tensor in model.parameters()):
+            model.to(self.device)
+        if not any(parameter.numel() for parameter in model.parameters()):
+            return  # a loss function, for instance
+        held = {id(parameter) for parameter in model.parameters()}
+        own = [each for each in optimizers if any(id(p) in held for g in each.param_groups for p in g["params"])]
+        options = {name: value for name, value in self._options.items() if name not in _OF_ATTACH}
+        if own:
+            options["cost"] = options.get("cost") or update_cost(own[0])
+        shard(model, **options)
+        self._models.append(model)
+
+    def _attach(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        options = {name: value for name, value in self._options.items() if name in _OF_ATTACH}
+        for model in self._models:
+            faces = Engine.of(model).faces()
+            own = [each for each in optimizers if any(id(p) in faces for g in each.param_groups for p in g["params"])]
+            if own:
+                attach(model, *own, **options)
+                self._optimizers += [PreparedOptimizer(each, model, self._micro) for each in own]
+        for each in optimizers:
+            if not self._is_prepared(each):
+                raise ValueError(
+                    f"prepare: this {type(each).__name__} holds no parameter of a prepared model; give its model to "
+                    "prepare with it, or before"
+                )
+
+    def _prepared(self, each: Any, placed: bool) -> Any:
+        if isinstance(each, torch.optim.Optimizer) and not isinstance(each, PreparedOptimizer):
+            return next(o for o in self._optimizers if o.optimizer is each)
+        if isinstance(each, DataLoader):
+            device = self.device if placed else None
+            loader = PreparedLoader(each, device, self._active, split=self.split_batches, even=self.even_batches)
+            self._loaders.append(loader)
+            return loader
+        if isinstance(each, (LRScheduler, ReduceLROnPlateau)):
+            own = [o for o in self._optimizers if each.optimizer in (o, o.optimizer)] or self._optimizers
+            times = 1 if self.split_batches else self.num_processes
+            scheduler = PreparedScheduler(each, own, self._micro, times, with_optimizer=self._with_optimizer)
+            self._schedulers.append(scheduler)
+            return scheduler
+        return each
+
+    # training
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends a step."""
+        return self._micro.sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._micro.accumulate
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._micro.accumulate = steps
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """The last step found a gradient that was not finite, and changed nothing."""
+        return any(each.step_was_skipped for each in self._optimizers)
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch: optimizers, schedulers and zero_grad do nothing inside until the last of a step.
+
+        The last batch of a loader always ends a step. Where gradients stay whole, only the last micro-batch of a step
+        communicates them.
+        """
+        self._micro.advance(at_end=bool(self._active) and self._active[-1].is_last)
+        reductions = [Engine.of(model).reductions for model in models or self._models]
+        for each in reductions:
+            each.ends_step = self.sync_gradients
+        try:
+            yield
+        finally:
+            for each in reductions:
+                each.ends_step = None
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, backward adds up gradients on this rank without communication."""
+        return no_sync(model)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of the loss divided by the micro-batches of a step."""
+        (loss / self.gradient_accumulation_steps).backward(**kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the gradients of these parameters by their norm over all ranks; returns it as it was before."""
+        gradients = self._gradients(parameters)
+        norm = gradients.norm(norm_type)
+        gradients.multiply(gradients.coefficient(max_norm, norm))
+        return norm
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        self._gradients(parameters).clamp(clip_value)
+
+    def _gradients(self, parameters: Iterable[Tensor] | Tensor) -> Gradients:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for model in self._models:
+            engine = Engine.of(model)
+            faces = engine.faces()
+            if given and all(id(parameter) in faces for parameter in given):
+                engine.end_step()
+                engine.reductions.flush()
+                return Gradients(engine).of([faces[id(parameter)][1] for parameter in given])
+        raise ValueError("clipping: these are not the parameters of one prepared model; pass model.parameters()")
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Nothing to do: the model casts its inputs itself."""
+        return nullcontext()
+
+    def skip_first_batches(self, dataloader: PreparedLoader, num_batches: int = 0) -> PreparedLoader:
+        """The next pass begins at this batch. After `load_state`, which knows the position, it changes nothing."""
+        dataloader.skip_to(num_batches)
+        return dataloader
+
+    # tensors of all ranks
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all ranks, one after another along the first dimension."""
+        return gathered(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The same, without the samples that the last batch was filled up with. Other objects come in one list."""
+        as_objects = use_gather_object or not has_tensors_only(input_data)
+        found = gathered_objects(input_data) if as_objects else gathered(input_data)
+        loader = self._active[-1] if self._active else None
+        if loader is None or not loader.is_last or loader.remainder is None:
+            return found
+        return shortened(found, loader.remainder)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        return reduced(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        return padded(tensor, dim, pad_index, pad_first)
+
+    # models
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model itself: zerofold wraps nothing around it. Its parameters are whole inside `zf.full_params`."""
+        return model if keep_torch_compile else getattr(model, "_orig_mod", model)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Whole tensors in host memory on rank 0, nothing on the others; all ranks must call it."""
+        found = {}
+        for name, value in model.state_dict().items():
+            whole = full(value) if isinstance(value, Tensor) else value
+            if self.is_main_process:
+                found[name] = whole.cpu() if isinstance(whole, Tensor) else whole
+        return found
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Lets go of all that was prepared; models have whole parameters again. All ranks must call it."""
+        for model in self._models:
+            close(model)
+        for held in (self._models, self._optimizers, self._schedulers, self._loaders, self._custom):
+            held.clear()
+        self._micro.count, self._micro.sync_gradients = 0, True
+        return [None] * len(objects)
+
+    clear = free_memory
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        raise ValueError("log: trackers are not part of this; write to yours where accelerator.is_main_process")
+
+    def init_trackers(self, project_name: str, **kwargs: Any) -> None:
+        raise ValueError("init_trackers: trackers are not part of this; make yours where accelerator.is_main_process")

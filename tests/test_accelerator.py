@@ -1,0 +1,341 @@
+"""Accelerate's loop: the weights of DDP on the same batches, loaders shared out alike, runs that resume."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.models import SEQUENCE, VOCABULARY, largest_difference, make_model
+from tests.ranks import raised
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+import zerofold as zf
+from zerofold.compat.accelerator import Accelerator
+from zerofold.compat.accelerator_data import Deal
+
+
+class Tokens(Dataset[Any]):
+    """The sample of an index is a function of it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        ids = torch.randint(VOCABULARY, (SEQUENCE + 1,), generator=torch.Generator().manual_seed(index))
+        return ids[:-1], ids[1:], index
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Any:
+        return iter(range(self.length))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    with zf.full_params(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def ddp_loop(accumulate: int, clip: float | None) -> tuple[list[torch.Tensor], list[float]]:
+    """Twelve samples, two at a time on each of two ranks: batches 0, 2, 4 here and 1, 3, 5 there."""
+    model = make_model()
+    ddp, optimizer = DistributedDataParallel(model), adamw(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    data = list(DataLoader(Tokens(12), batch_size=2))[dist.get_rank() :: 2]
+    rates = []
+    for number, (x, y, _) in enumerate(data):
+        is_last = (number + 1) % accumulate == 0 or number == len(data) - 1
+        (ddp(x, y) / accumulate).backward()
+        if is_last:
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip)
+            optimizer.step()
+            for _ in range(dist.get_world_size()):
+                scheduler.step()
+            optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+    return [p.detach().clone() for p in model.parameters()], rates
+
+
+def accelerated_loop(stage: int, accumulate: int, clip: float | None, backwards: bool) -> tuple[float, bool]:
+    expected, expected_rates = ddp_loop(accumulate, clip)
+    accelerator = Accelerator(stage=stage, gradient_accumulation_steps=accumulate)
+    model = make_model()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    loader = DataLoader(Tokens(12), batch_size=2)
+    if backwards:  # any order
+        scheduler, loader, optimizer, model = accelerator.prepare(scheduler, loader, optimizer, model)
+    else:
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    rates = []
+    for x, y, _ in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x, y))
+            if clip is not None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+    found = whole(model)
+    accelerator.free_memory()
+    return largest_difference(expected, found), rates == expected_rates
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "clip"), [(0, 2, 0.5), (1, 2, None), (2, 1, None), (3, 1, 0.5), (3, 2, None)]
+)
+def test_the_loop_equals_ddp(ranks: Any, stage: int, accumulate: int, clip: float | None) -> None:
+    bound = 0.0 if clip is None and accumulate == 1 else 1e-6  # sums in another order
+    for difference, same_rates in ranks(2, accelerated_loop, stage, accumulate, clip, accumulate == 2):
+        assert difference <= bound
+        assert same_rates
+
+
+def source_loop(precision: str) -> list[float]:
+    """The loop of the source documents, as written there but for the import."""
+    accelerator = Accelerator(mixed_precision=precision)
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), nn.MSELoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    x = torch.randn(32, 4)
+    dataloader = DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+
+    model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
+
+    losses = []
+    for _ in range(5):
+        total = torch.zeros(())
+        for x, y_true in dataloader:
+            y_pred = model(x)
+            l = loss(y_pred, y_true)  # noqa: E741
+            accelerator.backward(l)
+            optimizer.step()
+            optimizer.zero_grad()
+            total += l.detach()
+        losses.append(accelerator.reduce(total, "mean").item())
+    assert not accelerator.optimizer_step_was_skipped
+    accelerator.free_memory()
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_loop_of_the_source_documents_trains(ranks: Any, precision: str) -> None:
+    first, second = ranks(2, source_loop, precision)
+    assert first == second
+    assert first[-1] < first[0] / 3
+
+
+def shares(length: int, batch_size: int, split: bool, drop_last: bool, even: bool) -> bool:
+    """Against Accelerate's own sharing, for this rank."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    def sampler() -> BatchSampler:
+        return BatchSampler(SequentialSampler(range(length)), batch_size, drop_last)
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    theirs = BatchSamplerShard(sampler(), world, rank, split_batches=split, even_batches=even)
+    deal = Deal(batch_size, drop_last, split=split, even=even)
+    ours = list(deal(sampler()))
+    return ours == list(theirs) and deal.length(len(sampler())) == len(ours)
+
+
+def all_shares() -> list[tuple[Any, ...]]:
+    cases = [
+        (length, size, split, drop_last, even)
+        for length in (1, 7, 8, 9, 16, 21)
+        for size in (2, 4)
+        for split in (False, True)
+        for drop_last in (False, True)
+        for even in (True, False)
+    ]
+    return [case for case in cases if not shares(*case)]
+
+
+def test_loaders_are_shared_out_as_accelerate_does(ranks: Any) -> None:
+    pytest.importorskip("accelerate")
+    assert ranks(2, all_shares) == [[], []]
+
+
+def seen(length: int, streamed: bool, split: bool, shuffle: bool) -> dict[str, Any]:
+    """What metrics are computed on: every sample once."""
+    accelerator = Accelerator(split_batches=split)
+    data: Any = Stream(length) if streamed else list(range(length))
+    loader = accelerator.prepare(DataLoader(data, batch_size=4, shuffle=shuffle))
+    epochs = []
+    for _ in range(2):
+        epochs.append([accelerator.gather_for_metrics(batch) for batch in loader])
+    objects = [accelerator.gather_for_metrics([f"sample {int(i)}" for i in batch]) for batch in loader]
+    return {
+        "first": torch.cat(epochs[0]).tolist(),
+        "second": torch.cat(epochs[1]).tolist(),
+        "objects": sum(len(each) for each in objects),
+        "length": None if streamed else len(loader) == len(epochs[0]),
+    }
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("streamed", "shuffle"), [(False, False), (False, True), (True, False)])
+def test_metrics_see_every_sample_once(ranks: Any, streamed: bool, shuffle: bool, split: bool) -> None:
+    first, second = ranks(2, seen, 21, streamed, split, shuffle)
+    assert first == second
+    assert sorted(first["first"]) == sorted(first["second"]) == list(range(21))
+    assert (first["first"] != first["second"]) == shuffle
+    assert (first["first"] != list(range(21))) == shuffle
+    assert first["objects"] == 21
+    assert first["length"] is not False
+
+
+def train_part(folder: str, steps: int, *, resume: bool, stage: int, save_at: int | None) -> list[Any]:
+    """Losses and samples of two epochs of five batches, from a checkpoint on or from the beginning."""
+    torch.manual_seed(5)
+    accelerator = Accelerator(stage=stage, gradient_accumulation_steps=1, project_dir=folder)
+    model = make_model()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 40)
+    loader = DataLoader(Tokens(20), batch_size=2, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    if resume:
+        accelerator.load_state()
+    seen: list[Any] = []
+    while counter.steps < steps:
+        for x, y, index in loader:
+            loss = model(x, y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            counter.steps += 1
+            draw = torch.rand(()).item()  # the generators go on as well
+            seen.append((loss.item(), index.tolist(), scheduler.get_last_lr()[0], draw))
+            if counter.steps == save_at:
+                accelerator.save_state()
+            if counter.steps == steps:
+                break
+    accelerator.free_memory()
+    return seen
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize(("save_at", "stages"), [(3, (3, 1)), (5, (2, 2)), (7, (3, 3))])
+def test_a_resumed_run_equals_an_uninterrupted_one(ranks: Any, tmp_path: Path, save_at: int, stages: Any) -> None:
+    whole_run = ranks(2, train_part, str(tmp_path), 9, resume=False, stage=stages[0], save_at=save_at)
+    rest = ranks(2, train_part, str(tmp_path), 9, resume=True, stage=stages[1], save_at=None)
+    assert [run[save_at:] for run in whole_run] == rest
+    assert len(rest[0]) == 9 - save_at
+
+
+def small_calls(folder: str) -> dict[str, Any]:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    order: list[int] = []
+    path = Path(folder) / "order"
+    with accelerator.main_process_first():
+        order.append(path.exists())
+        path.touch()
+    model = accelerator.prepare(make_model())
+    state = accelerator.get_state_dict(model)
+    accelerator.save_model(model, f"{folder}/model", max_shard_size="1MB")
+    found = {
+        "first": order[0] is not (rank == 0),
+        "padded": accelerator.pad_across_processes(torch.ones(1, 2 + rank), dim=1, pad_index=7).tolist(),
+        "gathered": accelerator.gather({"a": torch.tensor(rank), "b": (torch.tensor([True, rank > 0]),)}),
+        "mean": accelerator.reduce(torch.tensor([rank * 2.0]), "mean").item(),
+        "sum": accelerator.reduce([torch.tensor(1)], "sum", scale=2.0)[0].item(),
+        "on main": accelerator.on_main_process(lambda: "here")(),
+        "states": len(state),
+        "file": os.path.exists(f"{folder}/model/model.safetensors"),
+        "same model": accelerator.unwrap_model(model) is model,
+    }
+    accelerator.free_memory()
+    return found
+
+
+def test_small_calls(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2, small_calls, str(tmp_path))
+    assert (first.pop("padded"), second.pop("padded")) == ([[1, 1, 7]], [[1, 1, 1]])
+    assert (first.pop("on main"), second.pop("on main")) == ("here", None)
+    assert (first.pop("states"), second.pop("states")) == (len(make_model().state_dict()), 0)
+    for found in (first, second):
+        both = found.pop("gathered")
+        assert both["a"].tolist() == [0, 1]
+        assert both["b"][0].tolist() == [True, False, True, True]
+    assert first == second == {"first": True, "mean": 1.0, "sum": 4, "file": True, "same model": True}
+
+
+def misuse(case: str) -> None:
+    model = nn.Linear(4, 4)
+    if case == "precision":
+        Accelerator(mixed_precision="fp8")
+    elif case == "option":
+        Accelerator(prepare_options={"stages": 3})
+    elif case == "steps":
+        Accelerator(gradient_accumulation_steps=0)
+    elif case == "optimizer":
+        Accelerator().prepare(adamw(model))
+    elif case == "sampler":
+        sampler = torch.utils.data.DistributedSampler(list(range(8)))
+        Accelerator().prepare(DataLoader(list(range(8)), sampler=sampler))
+    elif case == "clip":
+        Accelerator().clip_grad_norm_(model.parameters(), 1.0)
+    elif case == "save":
+        Accelerator().save_state(tempfile.gettempdir())
+    elif case == "folder":
+        Accelerator().load_state()
+    elif case == "register":
+        Accelerator().register_for_checkpointing(model.weight)
+    elif case == "shapes":
+        Accelerator().gather(torch.ones(1 + dist.get_rank()))
+    elif case == "split":
+        Accelerator(split_batches=True).prepare(DataLoader(list(range(8)), batch_size=3))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("precision", "mixed_precision='fp8' does not exist; choose 'no', 'bf16' or 'fp16'"),
+        ("option", "prepare_options: zf.prepare has no 'stages'"),
+        ("steps", "gradient_accumulation_steps=0 must be at least 1"),
+        ("optimizer", "this AdamW holds no parameter of a prepared model"),
+        ("sampler", "the loader has a DistributedSampler, and would be shared out twice"),
+        ("clip", "these are not the parameters of one prepared model; pass model.parameters()"),
+        ("save", "there is no prepared model to save or load"),
+        ("folder", "no folder: pass one, or make the Accelerator with project_dir="),
+        ("register", "Parameter needs state_dict and load_state_dict"),
+        ("shapes", "the ranks have tensors of shapes [(1,), (2,)]"),
+        ("split", "batches of 3 samples do not divide evenly over 2 ranks"),
+    ],
+)
+def test_misuse_is_told(ranks: Any, case: str, words: str) -> None:
+    for error in ranks(2, raised, misuse, case):
+        assert words in error
+        assert "\n" not in error
