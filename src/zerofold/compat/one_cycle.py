@@ -34,7 +34,7 @@ class OneCycle(Schedule):
     ...     optimizer.step(); scheduler.step()
     ...     rates.append(round(scheduler.get_last_lr()[0], 3))
     >>> rates
-    [0.2, 0.3, 0.2, 0.1, 0.2]
+    [0.2, 0.3, 0.2, 0.1, 0.1]
     """
 
     def __init__(

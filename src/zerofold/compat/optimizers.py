@@ -76,6 +76,5 @@ def _check_matrices(groups: list[Any]) -> None:
     if others:
         raise ConfigError(
             f"optimizer.type: Muon updates matrices, and {len(others)} of {len(parameters)} parameters are none (the "
-            f"first has shape {others[0]}); pass model_parameters= with the matrices, and a second engine or AdamW for "
-            "the rest"
+            f"first has shape {others[0]}); build Muon on the matrices and AdamW on the rest, and zf.attach both"
         )
