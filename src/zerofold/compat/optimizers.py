@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zerofold.config.components import check_params, optimizer_name, optimizer_params
 from zerofold.config.errors import ConfigError
@@ -30,14 +30,15 @@ def needs_whole(name: str) -> bool:
 def make_optimizer(
     name: str,
     params: Mapping[str, Any] | None,
-    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+    model_parameters: Iterable[Any],
     *,
     device: torch.device,
 ) -> torch.optim.Optimizer:
     """The optimizer by its name in a config, with the config's parameters.
 
-    "Adam" means decoupled weight decay, as it does for DeepSpeed, unless adam_w_mode is false. Any other class of
-    torch.optim goes by its own name. A ConfigError says what is wrong.
+    `model_parameters` are parameters or parameter groups. "Adam" means decoupled weight decay, as it does for
+    DeepSpeed, unless adam_w_mode is false. Any other class of torch.optim goes by its own name. A ConfigError says
+    what is wrong.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 4)
