@@ -19,11 +19,9 @@ from zerofold.optim.probe import why_not_elementwise
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
 
-def configured(
-    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
-) -> Settings:
-    """The settings for a model whose optimizer is there already. `given` are arguments that the config speaks of too."""
-    for name, value in given.items():
+def configured(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, also: Mapping[str, Any]) -> Settings:
+    """The settings for a model whose optimizer is there already. `also`: arguments that the config speaks of too."""
+    for name, value in also.items():
         if value is not None:
             raise ConfigError(f"{name}={value!r} and config= are both given: change the config, or take {name}= out")
     real = next((p.device for p in model.parameters() if not p.is_meta), None)
