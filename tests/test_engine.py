@@ -305,7 +305,7 @@ def test_settings_can_be_asked_and_changed(ranks: Any) -> None:
     assert found["micro"] == (24, 3, 4)
     assert found["clip"] == 0.5
     assert found["norm"] > 0.5
-    assert found["lr"] == [pytest.approx(0.05)]
+    assert found["lr"] == [pytest.approx(0.025)]
     assert found["set lr"] == [0.125]
     assert found["asked"] == (2, True, False)
     assert found["of the model"] == "none"

@@ -12,17 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zerofold.compat.engine import DeepSpeedEngine
 from zerofold.compat.engine_checkpoints import keep_config
 from zerofold.compat.optimizers import make_optimizer
-from zerofold.compat.schedulers import make_scheduler
 from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.config.settings import FileMonitor
-from zerofold.optim.cost import update_cost
-from zerofold.optim.probe import why_not_elementwise
+from zerofold.configured import announce, scheduler_of, shard_arguments
 from zerofold.prepare import attach, close, shard
 from zerofold.process_group import join_or_be_alone, local_device
 from zerofold.sharded import ShardedParameter
@@ -80,15 +77,14 @@ def initialize(
     given_config = read(_one_config(args, config, config_params))
     device = init_distributed(distributed_port=distributed_port, auto=dist_init_required is not False, device_of=model)
     settings = resolve(given_config, world=dist.get_world_size(), device=device, model=model)
+    announce(settings)
     if dist.get_rank() == 0:
-        for line in settings.table():
-            print(line, flush=True)
         _keep(settings)
     if not any(p.is_meta or isinstance(p, ShardedParameter) for p in model.parameters()):
         model.to(device)
     chosen = _optimizer(model, optimizer, model_parameters, settings, device)
     frozen = _freeze_others(model, chosen)
-    _shard(model, settings, chosen)
+    shard(model, **shard_arguments(settings, chosen))
     try:
         if chosen is not None:
             attach(model, chosen, clip=settings.clip)
@@ -222,30 +218,6 @@ def _freeze_others(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     return [parameter for _, parameter in others]
 
 
-def _shard(model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer | None) -> None:
-    # What works on whole matrices only, as Muon does, gets whole parameters.
-    is_cut = settings.stage in (1, 2, 3)
-    cuts_whole = is_cut and optimizer is not None and why_not_elementwise(optimizer) is not None
-    shard(
-        model,
-        stage=settings.stage,
-        cut="whole" if cuts_whole else None,
-        cost=update_cost(optimizer) if cuts_whole and optimizer is not None else None,
-        precision=settings.precision,
-        mesh=_mesh(settings),
-        buffer_bytes=settings.buffer_bytes,
-        overlap=settings.overlap,
-    )
-
-
-def _mesh(settings: Settings) -> DeviceMesh | None:
-    if settings.group is None:
-        return None
-    kind = "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
-    shape = (dist.get_world_size() // settings.group, settings.group)
-    return init_device_mesh(kind, shape, mesh_dim_names=("across", "inside"))
-
-
 def _scheduler(optimizer: torch.optim.Optimizer | None, given: Any, settings: Settings) -> Any:
     if given is not None and not hasattr(given, "step"):
         if not callable(given):
@@ -255,7 +227,7 @@ def _scheduler(optimizer: torch.optim.Optimizer | None, given: Any, settings: Se
         return given(optimizer)
     if given is not None or settings.scheduler is None or optimizer is None:
         return given
-    return make_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer)
+    return scheduler_of(settings, optimizer)
 
 
 class Loader(DataLoader[Any]):

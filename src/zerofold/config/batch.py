@@ -35,7 +35,7 @@ def resolve_batch(checked: Checked, *, world: int, batch: int | None) -> Batch:
         if train != micro * steps * world:
             raise _not_equal(found, world)
     elif micro is not None:
-        found = Batch(train, micro, _divide(train, micro, world, f"micro {micro}"))
+        found = Batch(train, micro, _divide(train, micro, world, f"micro {micro}{' (the data loader)' * from_loader}"))
     else:
         accumulate = steps or 1
         found = Batch(train, _divide(train, accumulate, world, f"accumulation {accumulate}"), accumulate)

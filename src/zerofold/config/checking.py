@@ -107,17 +107,23 @@ def _take(value: Any, spec: Key, path: str, checked: Checked) -> None:
 def _take_old(value: Any, spec: Old, path: str, checked: Checked) -> None:
     if value is None:
         return
-    _put(spec.new, value if value == AUTO else spec.turn(take(value, spec.kind, path)), checked, old=path)
+    new = value if value == AUTO else spec.turn(take(value, spec.kind, path))
+    if spec.new in checked.given and checked[spec.new] != new:
+        raise _contradiction(path, value, spec.new, checked)
+    _put(spec.new, new, checked)
     checked.notes.append(Note(path, value, "mapped", f"an old name of {spec.new}"))
 
 
-def _put(path: str, value: Any, checked: Checked, *, old: str | None = None) -> None:
-    if path in checked.given and checked.values[path] != value:
-        raise wrong(
-            old or path, value, "keep one of the two", why=f"contradicts {path}, which is {shown(checked.values[path])}"
-        )
+def _put(path: str, value: Any, checked: Checked) -> None:
+    if path in checked.given and checked[path] != value:  # by its old name
+        raise _contradiction(path, value, path, checked)
     checked.given.add(path)
     checked.values[path] = value
+
+
+def _contradiction(path: str, value: Any, other: str, checked: Checked) -> ConfigError:
+    against = "its old name" if path == other else other
+    return wrong(path, value, "keep one of the two", why=f"contradicts {against}, which says {shown(checked[other])}")
 
 
 def take(value: Any, kind: Kind, path: str) -> Any:

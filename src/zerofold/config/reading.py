@@ -32,7 +32,7 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config, str) and "{" in text:
         return _parse(text, "the config")
     path = Path(text)
-    if path.is_file():
+    if os.path.isfile(text):  # unlike Path.is_file, it takes base64 that is too long for a name
         try:
             return _parse(path.read_text(encoding="utf-8-sig"), text)
         except UnicodeDecodeError as error:
@@ -40,7 +40,7 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     decoded = _from_base64(text)
     if decoded is not None:
         return _parse(decoded, "the config (base64)")
-    if path.is_dir():
+    if os.path.isdir(text):
         raise ConfigError(f"{text} is a folder; give the path of the JSON file in it")
     raise ConfigError(f"{shown(text)} is no file from {os.getcwd()}; give the path of a JSON file, a dict or JSON text")
 

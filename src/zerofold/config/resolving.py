@@ -185,7 +185,9 @@ def _without_autos(section: Mapping[str, Any], table: Section | None, path: str,
     for name, value in section.items():
         here = f"{path}.{name}" if path else name
         spec = table.keys.get(name) if table is not None else None
-        if isinstance(value, Mapping):
+        if isinstance(value, bool) and isinstance(spec, Section) and spec.short is not None:
+            found[name] = spec.short(value)
+        elif isinstance(value, Mapping):
             found[name] = _without_autos(value, spec if isinstance(spec, Section) else None, here, checked)
         elif value == AUTO:
             # Refused sections may say "auto" as long as that leaves them off.
