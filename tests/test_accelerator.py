@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,15 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
 
 def ddp_loop(accumulate: int, clip: float | None) -> tuple[list[torch.Tensor], list[float]]:
     """Twelve samples, two at a time on each of two ranks: batches 0, 2, 4 here and 1, 3, 5 there."""
-    model = make_model()
+    model = make_model(key_bias=False)
     ddp, optimizer = DistributedDataParallel(model), adamw(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     data = list(DataLoader(Tokens(12), batch_size=2))[dist.get_rank() :: 2]
     rates = []
     for number, (x, y, _) in enumerate(data):
         is_last = (number + 1) % accumulate == 0 or number == len(data) - 1
-        (ddp(x, y) / accumulate).backward()
+        with nullcontext() if is_last else ddp.no_sync():
+            (ddp(x, y) / accumulate).backward()
         if is_last:
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip)
@@ -76,7 +78,7 @@ def ddp_loop(accumulate: int, clip: float | None) -> tuple[list[torch.Tensor], l
 def accelerated_loop(stage: int, accumulate: int, clip: float | None, backwards: bool) -> tuple[float, bool]:
     expected, expected_rates = ddp_loop(accumulate, clip)
     accelerator = Accelerator(stage=stage, gradient_accumulation_steps=accumulate)
-    model = make_model()
+    model = make_model(key_bias=False)
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     loader = DataLoader(Tokens(12), batch_size=2)
@@ -154,7 +156,7 @@ def shares(length: int, batch_size: int, split: bool, drop_last: bool, even: boo
     theirs = BatchSamplerShard(sampler(), world, rank, split_batches=split, even_batches=even)
     deal = Deal(batch_size, drop_last, split=split, even=even)
     ours = list(deal(sampler()))
-    return ours == list(theirs) and deal.length(len(sampler())) == len(ours)
+    return ours == list(theirs) and (not even or deal.length(len(sampler())) == len(ours))
 
 
 def all_shares() -> list[tuple[Any, ...]]:

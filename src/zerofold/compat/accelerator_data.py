@@ -53,9 +53,9 @@ class Deal:
     def _share(self, group: list[list[Any]]) -> list[Any] | None:
         if not self.split:
             return group[self.rank] if self.rank < len(group) else None
-        samples = group[0]
-        size = -(-len(samples) // self.world)
-        return samples[self.rank * size : (self.rank + 1) * size] or None
+        assert self.batch_size is not None
+        size = self.batch_size // self.world
+        return group[0][self.rank * size : (self.rank + 1) * size] or None
 
     def _filled(self, group: list[list[Any]], first: list[list[Any]]) -> list[Any]:
         if self.batch_size is None:  # batches of any size: whole ones are repeated
@@ -132,7 +132,8 @@ class PreparedLoader:
         self._resumes = False
         self.is_last = False  # the batch in hand
         self._random = next((s for s in _samplers(loader) if _draws(s)), None)
-        self._seed = _common_seed(getattr(self._random, "generator", None)) if self._random is not None else 0
+        self._seed = _common_seed(getattr(self._random, "generator", None) or loader.generator)
+        self._draws = torch.Generator()  # for workers' seeds: the process's own generator stays as it is
         batch_size: int | None = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
         self.deal = Deal(batch_size, loader.drop_last, split=split, even=even)
         size = batch_size if batch_size is not None else 1
@@ -142,12 +143,14 @@ class PreparedLoader:
             self.deal.batch_size = size
             self._source = _Stream(loader.dataset, self.deal, size)
             own = None if loader.batch_size is None else size // (self.deal.world if split else 1)
-            self._loader = _rebuilt(loader, dataset=self._source, batch_size=own, drop_last=loader.drop_last)
+            self._loader = _rebuilt(
+                loader, generator=self._draws, dataset=self._source, batch_size=own, drop_last=loader.drop_last
+            )
         else:
             single = loader.batch_sampler is None
             self._source = _Batches(loader.sampler if single else loader.batch_sampler, self.deal, single=single)
             way = {"sampler": self._source, "batch_size": None} if single else {"batch_sampler": self._source}
-            self._loader = _rebuilt(loader, dataset=loader.dataset, **way)
+            self._loader = _rebuilt(loader, generator=self._draws, dataset=loader.dataset, **way)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["base"], name)
@@ -182,6 +185,7 @@ class PreparedLoader:
             self.epoch, self.position = self.epoch + 1, 0
         self._is_through = False
         self._source.skip = self.position
+        self._draws.manual_seed(self._seed + self.epoch * self.deal.world + self.deal.rank)
         if self._random is not None:
             self._random.generator = torch.Generator().manual_seed(self._seed + self.epoch)
         self._active.append(self)
@@ -220,7 +224,7 @@ class PreparedLoader:
 def _rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
     """A loader like this one, with another source."""
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-    more = ("generator", "prefetch_factor", "persistent_workers")
+    more = ("prefetch_factor", "persistent_workers")
     return DataLoader(**{name: getattr(loader, name) for name in (*names, *more)}, **changed)
 
 
