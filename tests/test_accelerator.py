@@ -6,6 +6,7 @@ import os
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,9 +112,18 @@ def test_the_loop_equals_ddp(ranks: Any, stage: int, accumulate: int, clip: floa
         assert same_rates
 
 
-def source_loop(precision: str) -> list[float]:
+def source_loop(how: str) -> list[float]:
     """The loop of the source documents, as written there but for the import."""
-    accelerator = Accelerator(mixed_precision=precision)
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": 1.0,
+    }
+    if how == "plugin":
+        accelerator = Accelerator(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
+    else:
+        accelerator = Accelerator(mixed_precision=how)
     torch.manual_seed(0)
     model, loss = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), nn.MSELoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -133,14 +143,17 @@ def source_loop(precision: str) -> list[float]:
             optimizer.zero_grad()
             total += l.detach()
         losses.append(accelerator.reduce(total, "mean").item())
+    if how == "plugin":
+        assert model[0].weight.dtype is torch.bfloat16
+        assert not isinstance(model[0].weight, zf.ShardedParameter)  # stage 2: whole
     assert not accelerator.optimizer_step_was_skipped
     accelerator.free_memory()
     return losses
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_the_loop_of_the_source_documents_trains(ranks: Any, precision: str) -> None:
-    first, second = ranks(2, source_loop, precision)
+@pytest.mark.parametrize("how", ["no", "fp16", "plugin"])
+def test_the_loop_of_the_source_documents_trains(ranks: Any, how: str) -> None:
+    first, second = ranks(2, source_loop, how)
     assert first == second
     assert first[-1] < first[0] / 3
 
@@ -317,6 +330,11 @@ def misuse(case: str) -> None:
         Accelerator().register_for_checkpointing(model.weight)
     elif case == "shapes":
         Accelerator().gather(torch.ones(1 + dist.get_rank()))
+    elif case == "config":
+        Accelerator(stage=2, config={"zero_optimization": {"stage": 3}})
+    elif case == "accumulation":
+        config = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}
+        Accelerator(gradient_accumulation_steps=3, config=config).prepare(model)
     elif case == "split":
         Accelerator(split_batches=True).prepare(DataLoader(list(range(8)), batch_size=3))
 
@@ -334,6 +352,8 @@ def misuse(case: str) -> None:
         ("folder", "no folder: pass one, or make the Accelerator with project_dir="),
         ("register", "Parameter needs state_dict and load_state_dict"),
         ("shapes", "the ranks have tensors of shapes [(1,), (2,)]"),
+        ("config", "stage=2 and a config are both given: change the config, or leave stage out"),
+        ("accumulation", "gradient_accumulation_steps=3, but the config comes to 2"),
         ("split", "batches of 3 samples do not divide evenly over 2 ranks"),
     ],
 )

@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from zerofold.access import full, no_sync
+from zerofold.access import no_sync
+from zerofold.compat.accelerator_config import config_of, options_of
 from zerofold.compat.accelerator_data import PreparedLoader
-from zerofold.compat.accelerator_gather import gathered, gathered_objects, has_tensors_only, padded, reduced, shortened
+from zerofold.compat.accelerator_gather import Gathering
 from zerofold.compat.accelerator_ranks import Ranks
 from zerofold.compat.accelerator_saving import Saved
 from zerofold.compat.accelerator_steps import Micro, PreparedOptimizer, PreparedScheduler
+from zerofold.config import ConfigError
+from zerofold.configured import Config
 from zerofold.engine import Engine
 from zerofold.optim.clip import Gradients
 from zerofold.optim.cost import update_cost
@@ -35,13 +38,16 @@ _OPTIONS = frozenset(inspect.signature(prepare).parameters) - {"model", "optimiz
 _OF_ATTACH = _OPTIONS - frozenset(inspect.signature(shard).parameters)
 
 
-class Accelerator(Ranks, Saved):
+class Accelerator(Ranks, Saved, Gathering):
     """Accelerate's training loop: prepare, backward, accumulate, clip, gather, save; the model is sharded by zerofold.
 
     mixed_precision              "no", "bf16" or "fp16": forward and backward in 16 bits with fp32 masters; outputs fp32
     gradient_accumulation_steps  micro-batches in a step: `with accelerator.accumulate(model)`
     cpu                          train on the CPU though there is an accelerator
-    stage, units                 as in zf.prepare
+    stage, units                 as in zf.prepare; stage 3 by default
+    config                       a ds_config.json (its path, a dict or JSON text) that says stage, precision, clipping
+                                 and accumulation instead
+    deepspeed_plugin             Accelerate's: its config is taken
     prepare_options              further arguments of zf.prepare: {"clip": 1.0, "mesh": mesh, ...}
     split_batches                a loader's batch_size is that of all ranks together, not of each
     even_batches                 fill up the last batches, so that every rank has as many
@@ -62,7 +68,7 @@ class Accelerator(Ranks, Saved):
     >>> for x in data:
     ...     loss = model(x).square().mean()
     ...     accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()
-    >>> accelerator.free_memory()
+    >>> _ = accelerator.free_memory()
     """
 
     def __init__(
@@ -71,8 +77,10 @@ class Accelerator(Ranks, Saved):
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
-        stage: int | str = 3,
+        stage: int | str | None = None,
         units: UnitChoice = None,
+        config: Config | None = None,
+        deepspeed_plugin: Any = None,
         prepare_options: Mapping[str, Any] | None = None,
         split_batches: bool = False,
         even_batches: bool = True,
@@ -88,14 +96,26 @@ class Accelerator(Ranks, Saved):
         for name in options:
             if name not in _OPTIONS:
                 raise ValueError(f"prepare_options: zf.prepare has no {name!r}; it has {', '.join(sorted(_OPTIONS))}")
+        self._config = config_of(config, deepspeed_plugin)
+        said = {"stage": stage, "mixed_precision": mixed_precision, "prepare_options": prepare_options}
+        for name, value in said.items() if self._config is not None else ():
+            if value is not None:
+                raise ConfigError(
+                    f"{name}={value!r} and a config are both given: change the config, or leave {name} out"
+                )
         Ranks.__init__(self, cpu=cpu)
         Saved.__init__(self, project_dir)
         self.mixed_precision = mixed_precision or "no"
         self.split_batches, self.even_batches, self.device_placement = split_batches, even_batches, device_placement
-        self._options = {"stage": stage, "units": units, "precision": _PRECISIONS[mixed_precision], **options}
+        self._options = {
+            "stage": 3 if stage is None else stage,
+            "units": units,
+            "precision": _PRECISIONS[mixed_precision],
+            **options,
+        }
         self._with_optimizer = step_scheduler_with_optimizer
         self._micro = Micro(gradient_accumulation_steps)
-        self._active: list[PreparedLoader] = []  # loaders being iterated, innermost last
+        Gathering.__init__(self)
 
     # preparing
 
@@ -106,11 +126,17 @@ class Accelerator(Ranks, Saved):
         is none of the four comes back as it is.
         """
         places = device_placement or [self.device_placement] * len(objects)
+        for each in objects:
+            if type(each).__name__ in ("DummyOptim", "DummyScheduler"):
+                raise TypeError(
+                    f"prepare: give a torch optimizer or scheduler in the place of the {type(each).__name__}"
+                )
         optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+        sizes = [each.batch_size for each in objects if isinstance(each, DataLoader)]
         before = list(self._models)
         for each, placed in zip(objects, places, strict=True):
             if isinstance(each, nn.Module):
-                self._prepare_model(each, optimizers, placed=placed)
+                self._prepare_model(each, optimizers, placed=placed, batch_size=next(iter(sizes), None))
         try:
             self._attach([each for each in optimizers if not self._is_prepared(each)])
         except Exception:
@@ -136,7 +162,9 @@ class Accelerator(Ranks, Saved):
     def _is_prepared(self, optimizer: torch.optim.Optimizer) -> bool:
         return isinstance(optimizer, PreparedOptimizer) or any(o.optimizer is optimizer for o in self._optimizers)
 
-    def _prepare_model(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], *, placed: bool) -> None:
+    def _prepare_model(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], *, placed: bool, batch_size: int | None
+    ) -> None:
         if model in self._models:
             return
         if placed and not any(tensor.is_meta for tensor in model.parameters()):
@@ -145,6 +173,10 @@ class Accelerator(Ranks, Saved):
             return  # a loss function, for instance
         held = {id(parameter) for parameter in model.parameters()}
         own = [each for each in optimizers if any(id(p) in held for g in each.param_groups for p in g["params"])]
+        if self._config is not None:
+            found = options_of(self._config, model, own, self.device, self._micro.accumulate, batch_size)
+            self._micro.accumulate = found.accumulate
+            self._options |= found.options
         options = {name: value for name, value in self._options.items() if name not in _OF_ATTACH}
         if own:
             options["cost"] = options.get("cost") or update_cost(own[0])
@@ -256,42 +288,6 @@ class Accelerator(Ranks, Saved):
         """The next pass begins at this batch. After `load_state`, which knows the position, it changes nothing."""
         dataloader.skip_to(num_batches)
         return dataloader
-
-    # tensors of all ranks
-
-    def gather(self, tensor: Any) -> Any:
-        """The tensors of all ranks, one after another along the first dimension."""
-        return gathered(tensor)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The same, without the samples that the last batch was filled up with. Other objects come in one list."""
-        as_objects = use_gather_object or not has_tensors_only(input_data)
-        found = gathered_objects(input_data) if as_objects else gathered(input_data)
-        loader = self._active[-1] if self._active else None
-        if loader is None or not loader.is_last or loader.remainder is None:
-            return found
-        return shortened(found, loader.remainder)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        return reduced(tensor, reduction, scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        return padded(tensor, dim, pad_index, pad_first)
-
-    # models
-
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model itself: zerofold wraps nothing around it. Its parameters are whole inside `zf.full_params`."""
-        return model if keep_torch_compile else getattr(model, "_orig_mod", model)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole tensors in host memory on rank 0, nothing on the others; all ranks must call it."""
-        found = {}
-        for name, value in model.state_dict().items():
-            whole = full(value) if isinstance(value, Tensor) else value
-            if self.is_main_process:
-                found[name] = whole.cpu() if isinstance(whole, Tensor) else whole
-        return found
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Lets go of all that was prepared; models have whole parameters again. All ranks must call it."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from zerofold.compat.accelerator_data import PreparedLoader
 from zerofold.nested import map_tensors, tensors_in
 
 
@@ -89,3 +90,29 @@ def padded(value: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
         return F.pad(tensor, amounts, value=pad_index) if missing else tensor
 
     return map_tensors(pad, value)
+
+
+class Gathering:
+    """What an Accelerator does with tensors of all ranks."""
+
+    def __init__(self) -> None:
+        self._active: list[PreparedLoader] = []  # loaders being iterated, innermost last
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all ranks, one after another along the first dimension."""
+        return gathered(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The same, without the samples that the last batch was filled up with. Other objects come in one list."""
+        as_objects = use_gather_object or not has_tensors_only(input_data)
+        found = gathered_objects(input_data) if as_objects else gathered(input_data)
+        loader = self._active[-1] if self._active else None
+        if loader is None or not loader.is_last or loader.remainder is None:
+            return found
+        return shortened(found, loader.remainder)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        return reduced(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        return padded(tensor, dim, pad_index, pad_first)

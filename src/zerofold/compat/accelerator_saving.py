@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from zerofold.access import full
 from zerofold.checkpoint.export import export
 from zerofold.checkpoint.load import load
 from zerofold.checkpoint.save import save
@@ -85,6 +86,19 @@ class Saved:
         """torch.save on rank 0."""
         if dist.get_rank() == 0:
             torch.save(obj, f)
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model itself: zerofold wraps nothing around it. Its parameters are whole inside `zf.full_params`."""
+        return model if keep_torch_compile else getattr(model, "_orig_mod", model)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Whole tensors in host memory on rank 0, nothing on the others; all ranks must call it."""
+        found = {}
+        for name, value in model.state_dict().items():
+            whole = full(value) if isinstance(value, Tensor) else value
+            if dist.get_rank() == 0:
+                found[name] = whole.cpu() if isinstance(whole, Tensor) else whole
+        return found
 
     def _optimizers_of(self, model: nn.Module) -> list[torch.optim.Optimizer] | None:
         return [each.optimizer for each in self._optimizers if each._model is model] or None

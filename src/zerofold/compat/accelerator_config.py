@@ -1,0 +1,60 @@
+"""A ds_config.json in the place of an Accelerator's own options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerofold.config import ConfigError, read, resolve
+from zerofold.configured import Config, announce, shard_arguments
+
+_STEPS = "gradient_accumulation_steps"
+
+
+class Found(NamedTuple):
+    options: dict[str, Any]
+    """For zf.shard and zf.attach."""
+    accumulate: int
+
+
+def config_of(config: Config | None, plugin: Any) -> Config | None:
+    """The config that was given, or that of Accelerate's DeepSpeedPlugin.
+
+    >>> config_of({"zero_optimization": {"stage": 2}}, None)
+    {'zero_optimization': {'stage': 2}}
+    """
+    if plugin is None:
+        return config
+    if config is not None:
+        raise ConfigError("config= and deepspeed_plugin= are both given: give one of them")
+    found = getattr(plugin, "deepspeed_config", None) or getattr(plugin, "hf_ds_config", None)
+    found = getattr(found, "config", found)
+    if not isinstance(found, Mapping):
+        raise TypeError(f"deepspeed_plugin: a {type(plugin).__name__} has no deepspeed_config; pass config= instead")
+    return found
+
+
+def options_of(
+    config: Config,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    device: torch.device,
+    accumulate: int,
+    batch: int | None,
+) -> Found:
+    """`accumulate` and `batch`, the Accelerator's and the loader's, count where the config leaves them open."""
+    given = dict(read(config))
+    if given.get(_STEPS, "auto") == "auto" and accumulate > 1:
+        given[_STEPS] = accumulate
+    settings = resolve(given, world=dist.get_world_size(), device=device, model=model, batch=batch)
+    if accumulate not in (1, settings.accumulate):
+        raise ConfigError(
+            f"{_STEPS}={accumulate}, but the config comes to {settings.accumulate}: leave one of them out"
+        )
+    announce(settings)
+    options = shard_arguments(settings, optimizers[0] if optimizers else None)
+    return Found({**options, "clip": settings.clip}, settings.accumulate)
