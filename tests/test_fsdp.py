@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from tests.models import Block, TinyGPT, batches, largest_difference, make_model, train_ddp
 from tests.ranks import raised
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofold as zf
 from zerofold.fsdp import (
+    CPUOffloadPolicy,
     CustomPolicy,
     FSDPModule,
     FullStateDictConfig,
@@ -27,6 +30,7 @@ from zerofold.fsdp import (
     always_wrap_policy,
     enable_wrap,
     fully_shard,
+    register_fsdp_forward_method,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
     wrap,
@@ -67,8 +71,16 @@ def train(model: Any, steps: int, *, accumulate: int = 1, clip: float | None = N
 
 def equals_ddp(policy: str, strategy: ShardingStrategy, accumulate: int = 1, clip: float | None = None) -> float:
     expected, _ = train_ddp(adamw, 3, accumulate=accumulate, clip=clip)
-    mesh = init_device_mesh("cpu", (1, 2)) if "HYBRID" in strategy.name else None
-    model = FSDP(make_model(), auto_wrap_policy=POLICIES[policy], sharding_strategy=strategy, device_mesh=mesh)
+    groups: dict[str, Any] = {}
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        os.environ["LOCAL_WORLD_SIZE"] = "1"  # two machines with a rank each
+    elif strategy is ShardingStrategy._HYBRID_SHARD_ZERO2:
+        alone = [dist.new_group([rank]) for rank in range(2)]
+        groups["process_group"] = (dist.group.WORLD, alone[dist.get_rank()])
+    try:
+        model = FSDP(make_model(), auto_wrap_policy=POLICIES[policy], sharding_strategy=strategy, **groups)
+    finally:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
     found = train(model, 3, accumulate=accumulate, clip=clip)
     zf.close(model)
     return largest_difference(expected, found)
@@ -134,7 +146,7 @@ def train_fully(held: bool | None, dims: int = 1, policy: Any = None, by_list: b
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=held)
     if by_list:
-        fully_shard([model.norm, model.head])
+        fully_shard([model.norm, model.head], offload_policy=CPUOffloadPolicy())  # on the CPU they are there anyway
     assert fully_shard(model, mesh=mesh) is model
     assert all(isinstance(each, FSDPModule) for each in (model, *model.blocks))
     assert isinstance(model, TinyGPT)
@@ -181,6 +193,66 @@ def fully_shard_as_torch_does() -> float:
 
 def test_fully_shard_trains_as_torchs_own(ranks: Any) -> None:
     assert max(ranks(2, fully_shard_as_torch_does)) <= 2e-3  # a bf16 step of weights of 0.3
+
+
+def checkpointed() -> list[Any]:
+    """torch's own wrappers for activation checkpointing, put in after FSDP1 and before FSDP2."""
+    wrap_blocks = functools.partial(apply_activation_checkpointing, check_fn=lambda module: isinstance(module, Block))
+    expected, _ = train_ddp(adamw, 2)
+    first: Any = FSDP(make_model(), auto_wrap_policy=POLICIES["transformer"])
+    wrap_blocks(first)
+    found = [largest_difference(expected, train(first, 2)), list(first.state_dict()) == list(make_model().state_dict())]
+    second: Any = make_model()
+    wrap_blocks(second)
+    for block in second.blocks:
+        fully_shard(block)
+    fully_shard(second)
+    optimizer = adamw(second.parameters())
+    for batch in batches(2):
+        second(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found.append(largest_difference(expected, [tensor.full_tensor() for tensor in second.state_dict().values()]))
+    zf.close(first)
+    zf.close(second)
+    return found
+
+
+def test_activation_checkpointing_as_fsdp_scripts_do(ranks: Any) -> None:
+    assert ranks(2, checkpointed) == [[0.0, True, 0.0]] * 2
+
+
+class Scale(nn.Module):
+    """Uses its weight outside forward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).sum(1)
+
+
+def methods_of_a_sharded_module() -> list[float]:
+    model = fully_shard(nn.Sequential(fully_shard(Scale())))
+    register_fsdp_forward_method(model[0], "scaled")
+    model[0].scaled(torch.full((1, 4), 2.0)).sum().backward()
+    found = [zf.full_grad(model[0].weight).mean().item()]
+    with torch.no_grad():
+        found.append(model[0].scaled(torch.ones(1, 4)).sum().item())
+    model[0].unshard()
+    found.append(float(type(model[0].weight) is nn.Parameter))
+    model[0].reshard()
+    found.append(float(type(model[0].weight) is nn.Parameter))
+    zf.close(model)
+    return found
+
+
+def test_methods_and_unsharding(ranks: Any) -> None:
+    assert ranks(2, methods_of_a_sharded_module) == [[2.0, 256.0, 1.0, 0.0]] * 2
 
 
 def states_travel() -> dict[str, Any]:

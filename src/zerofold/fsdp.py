@@ -33,7 +33,7 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 
-from zerofold.compat.fsdp_fully import FSDPModule, fully_shard
+from zerofold.compat.fsdp_fully import FSDPModule, fully_shard, register_fsdp_forward_method
 from zerofold.compat.fsdp_module import FullyShardedDataParallel
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "enable_wrap",
     "fully_shard",
     "lambda_auto_wrap_policy",
+    "register_fsdp_forward_method",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",

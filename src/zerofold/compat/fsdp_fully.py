@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -181,6 +182,41 @@ class FSDPModule:
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Nothing to set: the order is learned from the first forward."""
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Lets a method other than forward use the module's own parameters: they are gathered before it runs.
+
+    A method that only calls modules inside needs no registering: those gather by themselves. Inputs are not cast.
+
+    >>> import torch
+    >>> from zerofold.fsdp import fully_shard, register_fsdp_forward_method
+    >>> class Scale(torch.nn.Linear):
+    ...     def scaled(self, x):
+    ...         return x * self.weight
+    >>> model = fully_shard(Scale(4, 1))
+    >>> register_fsdp_forward_method(model, "scaled")
+    >>> tuple(model.scaled(torch.ones(2, 4)).shape)
+    (2, 4)
+    """
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"register_fsdp_forward_method: this {type(module).__name__} has no method {method_name!r}")
+    if not isinstance(module, FSDPModule):
+        return  # as in torch: a model that is not sharded runs the same code
+
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        engine, unit = _unit(module)
+        engine.take_in_changes()
+        engine.schedule.lend(unit)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            if not torch.is_grad_enabled():  # else backward uses them, and its end releases them
+                engine.schedule.take_back(unit)
+
+    setattr(module, method_name, run)
 
 
 class Unsharded:
