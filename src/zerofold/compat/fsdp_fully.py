@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from zerofold.compat.fsdp_options import HELD, check_nothing_is_ignored, check_offload, move, precision_of_policy
 from zerofold.compat.fsdp_policies import NEVER_CALLED
-from zerofold.compat.fsdp_wishes import cast_inputs, give_face, kept_in_fp32, refuse_call_from_outside, shown
+from zerofold.compat.fsdp_wishes import cast_inputs, give_face, kept_in_fp32, refuse_call_from_outside, shown, take_face
 from zerofold.engine import Engine
 from zerofold.prepare import shard
 from zerofold.unit import Unit
@@ -207,6 +207,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(module, FSDPModule):
+            return method(*args, **kwargs)  # the model was closed
         engine, unit = _unit(module)
         engine.take_in_changes()
         engine.schedule.lend(unit)
@@ -291,13 +293,14 @@ def _shard(model: nn.Module) -> None:
             each._fsdp_wish.root = None
         raise
     engine = Engine.of(model)
+    engine.on_close += [partial(take_face, _module(each), "_fsdp_wish") for each in marked]
     engine.step.joins_norms = True  # torch.nn.utils.clip_grad_norm_(model.parameters(), …) is how FSDP2 clips
     schedule = engine.schedule
     own.bound = schedule.live_bytes
     schedule.live_bytes = HELD if held == {True} else own.bound
     if own.policy.param_dtype is not None:
         casting = {_module(each) for each in marked if each._fsdp_wish.policy.cast_forward_inputs}
-        cast_inputs((casting & units) - kept, own.policy.param_dtype)
+        cast_inputs((casting & units) - kept, own.policy.param_dtype, engine)
 
 
 def _kept_in_fp32(own: _Wish, marked: Sequence[FSDPModule]) -> set[nn.Module]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -26,7 +27,7 @@ from zerofold.compat.fsdp_options import (
 )
 from zerofold.compat.fsdp_policies import picked
 from zerofold.compat.fsdp_states import clean, settings_of, shown_state
-from zerofold.compat.fsdp_wishes import cast_inputs, give_face, kept_in_fp32, refuse_call_from_outside, shown
+from zerofold.compat.fsdp_wishes import cast_inputs, give_face, kept_in_fp32, refuse_call_from_outside, shown, take_face
 from zerofold.engine import Engine
 from zerofold.prepare import shard
 
@@ -176,9 +177,11 @@ class FullyShardedDataParallel(FSDPCalls, nn.Module, metaclass=_Kind):
             device=self._device if self._device.type != "cpu" else None,
             live_bytes=self._sharding.live_bytes,
         )
+        engine = Engine.of(self.module)
+        engine.on_close += [partial(take_face, unit, "_fsdp_options", "_fsdp_root") for unit in units]
         mixed = self._fsdp_options["mixed_precision"]
         if mixed is not None and mixed.cast_forward_inputs and mixed.param_dtype is not None:
-            cast_inputs(units - self._kept, mixed.param_dtype)
+            cast_inputs(units - self._kept, mixed.param_dtype, engine)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_sharded:
@@ -192,7 +195,8 @@ class FullyShardedDataParallel(FSDPCalls, nn.Module, metaclass=_Kind):
         """Parameters as an optimizer must hold them; whole ones inside `summon_full_params`. Names are the model's."""
         self._shard()
         found = self.module.named_parameters(prefix, recurse, remove_duplicate)
-        yield from found if self._is_sharding else shown(found, Engine.of(self.module))
+        engine = getattr(self.module, "_zerofold_engine", None)  # none while it is being sharded, and after zf.close
+        yield from found if engine is None else shown(found, engine)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -36,6 +36,13 @@ def give_face(module: nn.Module, face: type) -> None:
         module.__class__ = _derived(face, own)
 
 
+def take_face(module: nn.Module, *attributes: str) -> None:
+    """The module has its own class again, and no longer the attributes that came with the other."""
+    module.__class__ = type(module).__bases__[1]
+    for name in attributes:
+        vars(module).pop(name, None)
+
+
 def refuse_call_from_outside(module: nn.Module, call: str) -> None:
     """Raises where another module's forward is calling this one, which then is not the outermost of the model.
 
@@ -65,8 +72,11 @@ def kept_in_fp32(modules: set[nn.Module]) -> list[Keep]:
     return [lambda name, it: it in modules] if modules else []
 
 
-def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Each of the modules gets its floating-point inputs in this dtype. The model's own inputs are cast in any case."""
+def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype, engine: Engine) -> None:
+    """Each of the modules gets its floating-point inputs in this dtype, until the model is closed.
+
+    The model's own inputs are cast in any case.
+    """
 
     def cast(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,4 +85,4 @@ def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         return map_tensors(to_dtype, args), map_tensors(to_dtype, kwargs)
 
     for module in modules:
-        module.register_forward_pre_hook(cast, with_kwargs=True)
+        engine.on_close.append(module.register_forward_pre_hook(cast, with_kwargs=True).remove)
