@@ -439,7 +439,7 @@ def test_what_is_off_what_is_absent_and_what_accelerate_writes() -> None:
     settings = resolved({"gradient_clipping": 0.0, "steps_per_print": math.inf, "scheduler": None})
     assert (settings.clip, settings.steps_per_print, settings.scheduler) == (None, None, None)
     absent = resolved({})
-    assert absent.clip is None
+    assert absent.clip == 1.0
     assert any(line.startswith("gradient_clipping: not given") for line in absent.table())
 
 

@@ -63,6 +63,8 @@ def initialize(
     >>> config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
     ...           "zero_optimization": {"stage": 2}}
     >>> engine, optimizer, _, _ = zf.initialize(model=torch.nn.Linear(4, 1), config=config)
+    train_batch_size 8 = 8 per rank x 1 accumulated x 1 rank
+    gradient_clipping: not given, so 1.0, which is DeepSpeed's default; 0 switches it off
     >>> loss = engine(torch.ones(8, 4)).mean()
     >>> _ = engine.backward(loss); engine.step()
     >>> engine.global_steps, engine.was_step_applied()
