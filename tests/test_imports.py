@@ -25,6 +25,7 @@ ROOMS = [
     "fingerprints",
     "guard",
     "sharded",
+    "cutting",
     "reduce",
     "gradients",
     "slab",

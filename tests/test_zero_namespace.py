@@ -313,21 +313,6 @@ def test_in_a_forward_gradients_arrive(ranks: Any) -> None:
         assert "'second.weight'" in found["outside"]
 
 
-def gathered_by_one_rank() -> None:
-    model = zf.shard(nn.Linear(8, 8), stage=3)
-    if dist.get_rank() == 0:
-        with GatheredParameters(model.weight):
-            pass
-    else:
-        model(torch.ones(2, 8))
-
-
-def test_one_rank_alone_is_named(ranks: Any) -> None:
-    for error in ranks(2, gathered_by_one_rank, expect_error=True):
-        assert "DivergenceError" in error
-        assert "weight" in error
-
-
 def read_and_write(settings: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = TinyGPT(width=24, layers=1)
@@ -446,3 +431,18 @@ def test_a_leaf_is_gathered_as_one(ranks: Any) -> None:
         assert units == ["", *(f"blocks.0.{name}" for name in ("down", "project", "qkv", "up")), "blocks.1"]
         assert "LSTM" in error
         assert "TinyGPT" in error
+
+
+def gathered_by_one_rank() -> None:
+    model = zf.shard(nn.Linear(8, 8), stage=3)
+    if dist.get_rank() == 0:
+        with GatheredParameters(model.weight):
+            pass
+    else:
+        model(torch.ones(2, 8))
+
+
+def test_one_rank_alone_is_named(ranks: Any) -> None:
+    for error in ranks(2, gathered_by_one_rank, expect_error=True):
+        assert "DivergenceError" in error
+        assert "weight" in error

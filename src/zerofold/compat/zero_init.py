@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from zerofold.comm import Comm, Traffic
+from zerofold.config import read
 from zerofold.cutting import can_be_cut, cut_alone
 from zerofold.process_group import join_or_be_alone, local_device
 
@@ -75,7 +76,9 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        _check_config(config if config_dict_or_path is None else config_dict_or_path)
+        given = config if config_dict_or_path is None else config_dict_or_path
+        if given is not None:
+            read(given)  # which says what is wrong with it
         refused = {
             "zero_quantized_weights": (zero_quantized_weights, "parameters are gathered in their compute dtype"),
             "zero_quantized_nontrainable_weights": (
@@ -131,7 +134,9 @@ class Init:
         join_or_be_alone()
         group = self._given or dist.group.WORLD
         assert group is not None
-        device = torch.device("cpu") if self._keeps_on_host else local_device()
+        # A group without NCCL means to train on the CPU, whatever this machine has.
+        on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group)) and not self._keeps_on_host
+        device = local_device("cuda" if on_gpu else "cpu")
         self._comm = Comm(group, device, Traffic(), overlap=True, name="zero.Init")
         # Parameters of several contexts are put in one order by the time at which rank 0 entered each.
         started = torch.tensor(time.time_ns(), device=device)
@@ -168,12 +173,3 @@ def _is_inside_another() -> bool:
     question = _Question()
     nn.Module().add_module("question", question)
     return question.is_answered
-
-
-def _check_config(config: object) -> None:
-    if config is None or isinstance(config, Mapping) or hasattr(config, "zero_config"):
-        return
-    if not isinstance(config, (str, os.PathLike)):
-        raise TypeError(f"zero.Init: config must be a dict or the path of a JSON file, not {type(config).__name__}")
-    if not os.path.isfile(config):
-        raise ValueError(f"zero.Init: there is no config file {os.fspath(config)!r}")
