@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from zerofold.comm import Comm
-from zerofold.sharded import ShardedParameter, ShardSpec, StepScope
+from zerofold.shard_spec import Loose, ShardSpec, StepScope
+from zerofold.sharded import ShardedParameter
 
 _OWN = ("_local", "_spec")  # what a sharded parameter has beside the attributes that users set
 
@@ -27,16 +28,16 @@ def can_be_cut(parameter: Tensor) -> bool:
 
 
 def cut_alone(
-    parameter: nn.Parameter, name: str, place: tuple[int, int], comm: Comm, *, dtype: torch.dtype | None = None
+    parameter: nn.Parameter, name: str, loose: Loose, comm: Comm, *, dtype: torch.dtype | None = None
 ) -> None:
-    """Leaves this rank's even range of rank 0's values behind. All ranks must call it; `place` orders such calls."""
+    """Leaves this rank's even range of rank 0's values behind. All ranks must call it, in one order."""
     is_cast = dtype is not None and parameter.is_floating_point()
     whole = parameter.detach().to(comm.device, dtype if is_cast else None).contiguous()
     comm.broadcast(whole.view(-1).view(torch.uint8), 0, unit=name).wait()
     share = -(-whole.numel() // comm.size)
     ends = [min(rank * share, whole.numel()) for rank in range(comm.size + 1)]
     ranges = tuple(pairwise(ends))
-    spec = ShardSpec(name, "", parameter.shape, ranges, comm, has_owner=False, step=StepScope(), loose=place)
+    spec = ShardSpec(name, "", parameter.shape, ranges, comm, has_owner=False, step=StepScope(), loose=loose)
     _become(parameter, ShardedParameter(spec.cut(whole).clone(), spec, requires_grad=parameter.requires_grad))
 
 

@@ -29,7 +29,8 @@ from zerofold.reduce import Reducer
 from zerofold.reduction_order import ReductionOrder
 from zerofold.replicas import Replicas
 from zerofold.schedule import Schedule
-from zerofold.sharded import ShardedParameter, StepScope
+from zerofold.shard_spec import StepScope
+from zerofold.sharded import ShardedParameter
 from zerofold.slab import EngineLink, Entry, Home, Slab
 from zerofold.unit import Unit
 from zerofold.watch import Watch

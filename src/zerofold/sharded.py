@@ -9,7 +9,7 @@ whole tensor is shown in its place (`show`), everything runs on that.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofold.comm import Comm
 from zerofold.layout import Box, boxes
+from zerofold.shard_spec import ShardSpec
 
 aten = torch.ops.aten
 
@@ -31,68 +31,6 @@ PICKLING = (
     "a sharded model, or a tensor of it, cannot be pickled: inside `with zf.full_params(model)` save "
     "model.state_dict(), or call zf.close(model) first; zf.full(tensor) gives one whole tensor"
 )
-
-
-class StepScope:
-    """Whether an attached optimizer's step is running; one for all parameters of a model.
-
-    Only then may what needs a whole tensor run on its owner alone. Elsewhere it would give the owner something that
-    the other ranks do not have, a norm of its own parameters for instance.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self._hidden: list[tuple[Tensor, Tensor]] = []
-
-    def open(self, others: list[ShardedParameter]) -> None:
-        """`others` belong to other ranks. Their gradients are empty here; without one, the optimizer skips them."""
-        self.is_open = True
-        for p in others:
-            self.show(p, None)
-
-    def show(self, p: Tensor, gradient: Tensor | None) -> None:
-        """Until `close`, another gradient than the one that is there, or none."""
-        self.is_open = True
-        if p.grad is not None:
-            self._hidden.append((p, p.grad))
-            p.grad = gradient
-
-    def close(self) -> None:
-        self.is_open = False
-        for p, gradient in self._hidden:
-            p.grad = gradient
-        self._hidden = []
-
-
-@dataclass(frozen=True, eq=False)
-class ShardSpec:
-    """How one parameter is cut: shared by the parameter, its gradient and its optimizer states."""
-
-    name: str
-    unit: str
-    shape: torch.Size
-    ranges: tuple[tuple[int, int], ...]  # of the flattened parameter, one per rank, in order, some empty
-    comm: Comm
-    has_owner: bool  # one rank has it all, and there it keeps its shape
-    step: StepScope
-    is_replicated: bool = False  # every rank has it all
-    loose: tuple[int, int] | None = None  # no model is sharded yet: its place among such, the same on all ranks
-
-    @property
-    def own(self) -> tuple[int, int]:
-        return self.ranges[self.comm.rank]
-
-    @property
-    def is_owned_here(self) -> bool:
-        return self.has_owner and self.own[1] > self.own[0]
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """This rank's piece of a whole tensor, as a view where the memory allows it."""
-        return self.shaped(whole.detach().reshape(-1)[slice(*self.own)])
-
-    def shaped(self, piece: Tensor) -> Tensor:
-        """A flat piece as optimizers see it: who has all of it has the parameter in its own shape."""
-        return piece.view(self.shape) if self.is_owned_here or self.is_replicated else piece
 
 
 class ShardedTensor(torch.Tensor):
@@ -169,12 +107,21 @@ class ShardedTensor(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
-        if self._whole is None:
+        loose = self._spec.loose
+        copied: Tensor
+        if self._whole is not None:
+            copied = nn.Parameter(self._whole.clone(), self.requires_grad)
+        elif loose is not None:
+            spec = replace(self._spec, loose=loose._replace(number=next(loose.numbers)))
+            copied = type(self)(self._local.clone(), spec, self.requires_grad)
+        else:
             raise RuntimeError(COPYING)
-        memo[id(self)] = copied = nn.Parameter(self._whole.clone(), self.requires_grad)
+        memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._whole is None and self._spec.loose is not None:
+            raise RuntimeError(f"'{self._spec.name}' is cut: save it inside `with zero.GatheredParameters(p)`")
         if self._whole is None:
             raise RuntimeError(PICKLING)
         return nn.Parameter(self._whole, self.requires_grad).__reduce_ex__(protocol)

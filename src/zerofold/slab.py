@@ -27,7 +27,8 @@ from zerofold.layout import FlatLayout
 from zerofold.memory import FlatStorage, StorageCache
 from zerofold.placement import Row
 from zerofold.precision import Dtypes, Precision
-from zerofold.sharded import ShardedParameter, ShardSpec, StepScope
+from zerofold.shard_spec import ShardSpec, StepScope
+from zerofold.sharded import ShardedParameter
 
 
 class Source(Protocol):
