@@ -24,6 +24,7 @@ ROOMS = [
     "memory",
     "fingerprints",
     "guard",
+    "shard_spec",
     "sharded",
     "cutting",
     "reduce",

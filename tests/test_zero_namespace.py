@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zerofold as zf
 from zerofold.compat.estimate import estimate_zero2_model_states_mem_needs, estimate_zero3_model_states_mem_needs
+from zerofold.compat.external import register_external_parameter, unregister_external_parameter
 from zerofold.compat.gathered import GatheredParameters
 from zerofold.compat.leaves import leaf_units, set_z3_leaf_modules
 from zerofold.compat.safe import (
@@ -164,7 +165,8 @@ def change_before_an_engine(modifier: int | None) -> dict[str, Any]:
     with Init():
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
     held, before = model[0].weight, zf.full(model[0].weight)
-    order = list(model.parameters())
+    twin = copy.deepcopy(model[0])  # cut in the same way, with values of its own
+    order = [*model.parameters(), *twin.parameters()]
     found: dict[str, Any] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -176,13 +178,15 @@ def change_before_an_engine(modifier: int | None) -> dict[str, Any]:
             found["saved"] = torch.equal(torch.load(io.BytesIO(stream.getvalue())), before)
             if dist.get_rank() == 1:
                 nn.init.constant_(held, 2.0)
+                nn.init.constant_(twin.weight, 3.0)
                 model[1].weight.data[1:3] = 7.0
                 model[1].bias.data = torch.full((5,), 4.0)
                 state = {"bias": torch.full((6,), 9.0)}
                 model[0]._load_from_state_dict(state, "", {}, False, [], [], [])
     found["warned"] = [str(each.message) for each in caught]
     found["kept"] = torch.equal(zf.full(held), before)
-    found["sums"] = [zf.full(p).sum().item() for p in (model[0].weight, model[0].bias, model[1].bias)]
+    changed = (model[0].weight, twin.weight, model[0].bias, model[1].bias)
+    found["sums"] = [zf.full(p).sum().item() for p in changed]
     found["rows"] = zf.full(model[1].weight)[1:3].unique().tolist()
     return found
 
@@ -193,7 +197,7 @@ def test_gathered_before_there_is_an_engine(ranks: Any) -> None:
     assert one["copied"]
     assert one["saved"]
     for found in (one, two):
-        assert found["sums"] == [72.0, 54.0, 20.0]
+        assert found["sums"] == [72.0, 108.0, 54.0, 20.0]
         assert found["rows"] == [7.0]
         assert found["warned"] == []
     one, two = ranks(2, change_before_an_engine, None)
@@ -258,6 +262,16 @@ def test_changes_reach_masters_and_ranks(ranks: Any, stage: int, precision: str)
     assert one["moved"] == two["moved"]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_changes_of_a_rank_alone(ranks: Any, stage: int) -> None:
+    """Which has no 16-bit parameters between uses."""
+    (found,) = ranks(1, change_in_training, {"stage": stage, "precision": "bf16"}, 0)
+    assert found["halves"] == 3
+    assert found["row"]
+    assert found["rest"]
+    assert found["after_error"]
+
+
 @pytest.mark.parametrize("settings", [{"stage": 1, "precision": "bf16"}, {"stage": 2}, {"stage": 3}], ids=str)
 def test_changes_without_a_modifier_are_dropped_and_named(ranks: Any, settings: dict[str, Any]) -> None:
     one, two = ranks(2, change_in_training, settings, None)
@@ -272,23 +286,27 @@ def test_changes_without_a_modifier_are_dropped_and_named(ranks: Any, settings: 
 class Borrower(nn.Module):
     """Uses a weight of one of its units in its own forward, as DeepSpeed's page shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, registers: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.gathers = not registers
+        if registers:
+            register_external_parameter(self, self.first.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(self.first(x))
-        with GatheredParameters(self.first.weight, fwd_module=self):
+        with GatheredParameters(self.first.weight, fwd_module=self, enabled=self.gathers):
             return (x @ self.first.weight).square().mean()
 
 
-def borrow() -> dict[str, Any]:
+def borrow(registers: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     x = torch.randn(4, 8)
-    plain = Borrower()
-    sharded = copy.deepcopy(plain)
+    plain = Borrower(registers)
+    sharded = Borrower(registers)
+    sharded.load_state_dict(plain.state_dict())
     plain(x).backward()
-    zf.shard(sharded, stage=3, units=nn.Linear)
+    zf.shard(sharded, stage=3, units=nn.Linear, live_bytes=256)  # one unit: nothing stays gathered by chance
     with GatheredParameters(sharded.second.weight):
         outside = sharded.second.weight.square().sum()
     sharded(x).backward()
@@ -301,16 +319,21 @@ def borrow() -> dict[str, Any]:
         sharded.first.weight.fill_(float(dist.get_rank()))
     found = {"difference": difference, "shown": shown, "sum": zf.full(sharded.first.weight).sum().item()}
     found["outside"] = raised(outside.backward)
+    if registers:
+        unregister_external_parameter(sharded, sharded.first.weight)
+        found["unregistered"] = raised(sharded.forward, x)
     zf.close(sharded)
     return found
 
 
-def test_in_a_forward_gradients_arrive(ranks: Any) -> None:
-    for found in ranks(2, borrow):
+@pytest.mark.parametrize("registers", [False, True])
+def test_in_a_forward_gradients_arrive(ranks: Any, registers: bool) -> None:
+    for found in ranks(2, borrow, registers):
         assert found["difference"] < 1e-6
         assert found["shown"] is ShardedParameter
         assert found["sum"] == 64.0
         assert "'second.weight'" in found["outside"]
+        assert not registers or "'first.weight'" in found["unregistered"]
 
 
 def read_and_write(settings: dict[str, Any]) -> dict[str, Any]:
@@ -366,7 +389,6 @@ SETTINGS += [{"stage": 2, "cut": "whole"}]
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_safe_get_and_set(ranks: Any, settings: dict[str, Any]) -> None:
     results = ranks(2, read_and_write, settings)
-    whole = settings.get("cut") == "whole"
     for found in results:
         assert found["none"] == [None, None]
         assert found["frozen"] is None
@@ -379,7 +401,7 @@ def test_safe_get_and_set(ranks: Any, settings: dict[str, Any]) -> None:
         assert found["uniform"] == pytest.approx(torch.tensor(96.0).log().item(), abs=0.05)
         assert found["same"]
         assert found["pieces"].eq(0.5).all()
-        assert "exp_avg_sq" in found["key"] or whole  # a rank that owns nothing knows no keys
+        assert "exp_avg_sq" in found["key"]
         assert "(96, 24)" in found["shape"]
         assert "'head.weight' has no gradient" in found["no_gradient"]
         parameter, gradient = found["local"]

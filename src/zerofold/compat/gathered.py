@@ -128,7 +128,7 @@ class _Shown(Protocol):
 
 def _look_at(parameter: Tensor, in_forward: bool) -> _Shown | None:
     if isinstance(parameter, ShardedParameter) and parameter.spec.loose is not None:
-        return _Cut(parameter, ("", *parameter.spec.loose))
+        return _Cut(parameter, ("", *parameter.spec.loose.place))
     engine = Engine.of_parameter(parameter)
     found = None if engine is None else engine.places().get(id(parameter))
     if engine is None or found is None:
@@ -223,7 +223,10 @@ class _Whole:
 
     def begin(self, modifier: int | None) -> None:
         assert self.engine is not None
-        self.engine.schedule.make_current(self._unit)
+        if self._unit.releases and not self._unit.is_cut:
+            self._unit.fetch()  # and it stays: else the next parameter's unit might take its room
+        else:
+            self.engine.schedule.make_current(self._unit)
         self._before = self._parameter.detach().clone()
 
     def drop(self) -> bool:

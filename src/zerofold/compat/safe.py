@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zerofold.access import full
+from zerofold.agree import agree
 from zerofold.engine import Engine
 from zerofold.sharded import ShardedTensor
 from zerofold.slab import Slab
@@ -87,21 +88,21 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     found = _find(param)
     if found is None:
         return None
-    state = _state(found, optim_state_key)
     if isinstance(found.face, ShardedTensor) and found.face.spec.has_owner:
-        return _from_owner(found, state)
+        return _from_owner(found, optim_state_key)
+    state = _state(found, optim_state_key)
     return None if state is None else _fp32(full(state))
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Gives a state of the optimizer another value."""
     found = _needed(param, "safe_set_full_optimizer_state")
-    state = _state(found, optim_state_key)
-    found.engine.settle()
     if isinstance(found.face, ShardedTensor) and found.face.spec.has_owner and not found.face.spec.is_owned_here:
         return  # its owner has it all
-    _check_shape(found, value, _needed_state(found, state, optim_state_key).shape)
-    _needed_state(found, state, optim_state_key).copy_(value)
+    state = _needed_state(found, _state(found, optim_state_key), optim_state_key)
+    _check_shape(found, value, state.shape)
+    found.engine.settle()
+    state.copy_(value)
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
@@ -207,8 +208,9 @@ def _needed_state(found: _Found, state: Tensor | None, key: str) -> Tensor:
     return state
 
 
-def _from_owner(found: _Found, state: Tensor | None) -> Tensor | None:
+def _from_owner(found: _Found, key: str) -> Tensor | None:
     """Where each parameter has one owner, the other ranks have no state of it and learn from him what there is."""
+    state = agree(found.engine.groups.control, lambda: _state(found, key))
     held = None if state is None or _local(state).numel() == 0 else _fp32(_local(state).clone()).cpu()
     everyone = found.engine.groups.control.all_gather_objects(held, unit=found.name)
     whole = next((each for each in everyone if each is not None), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from zerofold.comm import Comm, Traffic
 from zerofold.config import read
 from zerofold.cutting import can_be_cut, cut_alone
 from zerofold.process_group import join_or_be_alone, local_device
+from zerofold.shard_spec import Loose
 
 _KEPT_ELSEWHERE = ("none", "cpu")
 
@@ -103,7 +105,7 @@ class Init:
         self._comm: Comm | None = None
         self._handles: list[RemovableHandle] = []
         self._modules: dict[nn.Module, None] = {}  # with parameters, in the order they were built
-        self._started = self._count = 0
+        self._started, self._numbers = 0, count()
         if enabled and module is not None:
             if not isinstance(module, nn.Module):
                 raise TypeError(f"zero.Init: module must be a torch.nn.Module, not {type(module).__name__}")
@@ -158,9 +160,8 @@ class Init:
         for module in modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None and can_be_cut(parameter):
-                    self._count += 1
-                    place = (self._started, self._count)
-                    cut_alone(parameter, f"{type(module).__name__}.{name}", place, self._comm, dtype=self._dtype)
+                    loose = Loose(self._started, next(self._numbers), self._numbers)
+                    cut_alone(parameter, f"{type(module).__name__}.{name}", loose, self._comm, dtype=self._dtype)
 
 
 class _Question(nn.Module):
