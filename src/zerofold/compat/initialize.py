@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zerofold.compat.engine import DeepSpeedEngine
 from zerofold.compat.engine_checkpoints import keep_config
+from zerofold.compat.leaves import leaf_units
 from zerofold.compat.optimizers import make_optimizer
 from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.config.settings import FileMonitor
@@ -86,7 +87,7 @@ def initialize(
         model.to(device)
     chosen = _optimizer(model, optimizer, model_parameters, settings, device)
     frozen = _freeze_others(model, chosen)
-    shard(model, **shard_arguments(settings, chosen))
+    shard(model, units=leaf_units(model, None), **shard_arguments(settings, chosen))
     try:
         if chosen is not None:
             attach(model, chosen, clip=settings.clip)
