@@ -1,0 +1,263 @@
+"""The agent of one host: it starts the ranks there with torch's elastic agent, and ends with the terminal that asked.
+
+terminal ── stdin ──►  first line: a port to try; second line: the plan; then "stop SIGNAL"; its end means stop too
+terminal ◄─ stdout ──  hello, lines, live, failed, refused, done: see plan.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import psutil
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from zerofold.launch import usable_cores
+from zerofold.launcher.network import is_free, own_addresses, way_to
+from zerofold.launcher.plan import HostPlan, pack
+from zerofold.launcher.relay import Relay
+
+ENTRY = Path(__file__).with_name("entry.py")
+PR_SET_CHILD_SUBREAPER = 36
+# A rank inside a collective does not come back to Python to raise KeyboardInterrupt.
+INTERRUPT_S = 2.0
+POLL_S = 0.1
+
+
+class Refused(RuntimeError):
+    """The plan does not fit this host; the message is one line for the user."""
+
+
+class Channel:
+    """The two streams to the terminal, kept from the ranks and from everything that prints."""
+
+    def __init__(self) -> None:
+        self._orders: TextIO = os.fdopen(os.dup(0), "r", encoding="utf-8")
+        self._answers: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        self._lock = threading.Lock()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+
+    def order(self) -> str:
+        """The next line; empty when the terminal is gone."""
+        return self._orders.readline().strip()
+
+    def send(self, kind: str, **content: Any) -> None:
+        # The terminal may be gone: then the end of the orders stops the ranks.
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._answers.write(pack(kind, **content))
+            self._answers.flush()
+
+
+def main() -> None:
+    channel = Channel()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    request = channel.order()
+    if not request:
+        return
+    port = json.loads(request)["port"]
+    channel.send(
+        "hello",
+        time=time.time(),
+        gpus=torch.cuda.device_count(),
+        cores=usable_cores(),
+        addresses=own_addresses(),
+        port_free=port == 0 or is_free(port),
+    )
+    order = channel.order()
+    if not order:
+        return
+    plan = HostPlan.from_json(order)
+    folder = Path(tempfile.mkdtemp(prefix="zerofold-launch-"))
+    try:
+        code = _run(plan, folder, channel)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.stderr.flush()
+    os._exit(code)  # the thread that waits for orders cannot be woken
+
+
+def _run(plan: HostPlan, folder: Path, channel: Channel) -> int:
+    try:
+        os.chdir(plan.folder)
+        os.environ.update(plan.environment)
+        options = _prepare(plan)
+    except (Refused, OSError) as error:
+        channel.send("refused", message=str(error))
+        return 1
+    relay = Relay(folder, len(plan.slots), channel.send)
+    threading.Thread(target=_obey, args=(plan, folder, channel), name="zerofold-orders", daemon=True).start()
+    task = plan.task
+    command = ["-u", "-X", "faulthandler", str(ENTRY), json.dumps(options), task.target, *task.arguments]
+    failures: dict[int, ProcessFailure] = {}
+    try:
+        elastic_launch(_config(plan, relay), sys.executable)(*command)
+    except ChildFailedError as error:
+        failures = error.failures
+    except (SignalException, SystemExit):
+        relay.finish()
+        channel.send("stopped")
+        return 1
+    except Exception as error:
+        relay.finish()
+        channel.send("refused", message=f"torch's elastic agent failed: {type(error).__name__}: {error}")
+        return 1
+    relay.finish()
+    if failures:
+        _kill_the_rest()
+        channel.send("failed", failures=[_record(rank, failure) for rank, failure in failures.items()])
+        return 1
+    channel.send("done")
+    return 0
+
+
+def _prepare(plan: HostPlan) -> dict[str, Any]:
+    """The environment of the ranks, and what entry.py is told."""
+    if sys.platform == "linux":
+        # What a rank started and left behind becomes a child of this process, so that it can be found and ended.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    environment, ranks = os.environ, len(plan.slots)
+    # Older versions of torch read only this name.
+    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, round(plan.grace)))
+    gpus = torch.cuda.device_count()
+    if gpus:
+        shown = environment.get("CUDA_VISIBLE_DEVICES")
+        names = shown.split(",") if shown else [str(gpu) for gpu in range(gpus)]
+        missing = [slot for slot in plan.slots if slot >= gpus]
+        if missing:
+            raise Refused(f"there is no GPU {missing[0]}, there are {gpus}: use slots 0 to {gpus - 1}")
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot] for slot in plan.slots)
+    cores = _cores(plan.task.cores)
+    if plan.task.bind and len(cores) < ranks:
+        raise Refused(f"{ranks} ranks cannot be bound to {len(cores)} cores: start fewer ranks, or leave binding out")
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    _set_interfaces(plan)
+    if plan.task.as_deepspeed:
+        stand_in = importlib.import_module("zerofold.compat.deepspeed").stand_in_folder()
+        paths = [str(stand_in), *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return {
+        "kind": plan.task.kind,
+        "bind": plan.task.bind,
+        "cores": cores,
+        "local_rank_argument": plan.task.local_rank_argument,
+    }
+
+
+def _cores(wanted: list[int]) -> list[int]:
+    """The cores to share out, the two threads of one core and the cores of one socket side by side."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    usable = os.sched_getaffinity(0)
+    strangers = sorted(set(wanted) - usable)
+    if strangers:
+        raise Refused(f"core {strangers[0]} cannot be used here: the usable ones are {sorted(usable)}")
+    return sorted(wanted or usable, key=lambda core: (*_place(core), core))
+
+
+def _place(core: int) -> tuple[int, int]:
+    topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+    try:
+        return int((topology / "physical_package_id").read_text()), int((topology / "core_id").read_text())
+    except (OSError, ValueError):
+        return 0, core
+
+
+def _set_interfaces(plan: HostPlan) -> None:
+    """gloo and NCCL take the address that the host's own name stands for, which other hosts often cannot reach."""
+    if plan.nodes > 1:
+        way = way_to(plan.master_addr)
+        if way is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", way.interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", way.interface)
+    elif sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _config(plan: HostPlan, relay: Relay) -> LaunchConfig:
+    # Ranks in the order of the hosts need the fixed meeting point; starting again together, on several hosts, needs
+    # the one that hosts can leave and join.
+    flexible = plan.master_port == 0 or (plan.nodes > 1 and plan.max_restarts > 0)
+    way = way_to(plan.master_addr) if plan.nodes > 1 else None
+    return LaunchConfig(
+        min_nodes=plan.nodes,
+        max_nodes=plan.nodes,
+        nproc_per_node=len(plan.slots),
+        run_id=plan.run_id,
+        role="zerofold",
+        rdzv_backend="c10d" if flexible else "static",
+        rdzv_endpoint=f"{plan.master_addr}:{plan.master_port}",
+        rdzv_configs={"is_host": plan.node_rank == 0} if flexible else {"rank": plan.node_rank},
+        local_addr=way.address if way else plan.master_addr,
+        max_restarts=plan.max_restarts,
+        logs_specs=relay,
+    )
+
+
+def _record(rank: int, failure: ProcessFailure) -> dict[str, Any]:
+    message, trace, when = "", "", float(failure.timestamp)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        told = json.loads(Path(failure.error_file).read_text())["message"]
+        message, trace = told["message"], told["extraInfo"]["py_callstack"]
+        when = float(told["extraInfo"].get("time", when))
+    return {"rank": rank, "exit_code": failure.exitcode, "message": message, "trace": trace, "when": when}
+
+
+def _obey(plan: HostPlan, folder: Path, channel: Channel) -> NoReturn:
+    """Wait for the order to stop, or for the end of the terminal; then end the ranks, whatever they do."""
+    words = channel.order().split()
+    number = int(words[1]) if len(words) == 2 else int(signal.SIGTERM)
+    deadline = time.monotonic() + plan.grace
+    interrupt_until = min(deadline, time.monotonic() + INTERRUPT_S)
+    hurry = threading.Event()
+
+    def wait_for_a_second_order() -> None:
+        channel.order()
+        hurry.set()
+
+    threading.Thread(target=wait_for_a_second_order, name="zerofold-hurry", daemon=True).start()
+    os.kill(os.getpid(), number)  # torch's agent passes it on to the ranks and starts no new ones
+    while _children() and time.monotonic() < interrupt_until and not hurry.is_set():
+        time.sleep(POLL_S)
+    for child in _children():
+        with contextlib.suppress(psutil.Error):
+            child.terminate()
+    while _children() and time.monotonic() < deadline and not hurry.is_set():
+        time.sleep(POLL_S)
+    _kill_the_rest()
+    time.sleep(1.0)  # for the main thread, which is about to send the last lines
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(128 + number)
+
+
+def _children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def _kill_the_rest() -> None:
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+if __name__ == "__main__":
+    main()
