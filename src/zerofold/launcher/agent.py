@@ -66,40 +66,41 @@ class Channel:
             self._answers.flush()
 
 
-def main() -> None:
+def main(gpus: int | None = None) -> int:
+    """The exit code. `gpus` is their number where it is known: a copy of a process cannot always ask again."""
+    gpus = torch.cuda.device_count() if gpus is None else gpus
     channel = Channel()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     request = channel.order()
     if not request:
-        return
+        return 1
     port = json.loads(request)["port"]
     channel.send(
         "hello",
         time=time.time(),
-        gpus=torch.cuda.device_count(),
+        gpus=gpus,
         cores=usable_cores(),
         addresses=own_addresses(),
         port_free=port == 0 or is_free(port),
     )
     order = channel.order()
-    if not order:
-        return
+    if not order.startswith("{"):  # stopped before it began
+        return 1
     plan = HostPlan.from_json(order)
     folder = Path(tempfile.mkdtemp(prefix="zerofold-launch-"))
     try:
-        code = _run(plan, folder, channel)
+        return _run(plan, gpus, folder, channel)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    sys.stderr.flush()
-    os._exit(code)  # the thread that waits for orders cannot be woken
 
 
-def _run(plan: HostPlan, folder: Path, channel: Channel) -> int:
+def _run(plan: HostPlan, gpus: int, folder: Path, channel: Channel) -> int:
     try:
         os.chdir(plan.folder)
+        os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # was meant for this process; that of the user's is in the plan
         os.environ.update(plan.environment)
-        options = _prepare(plan)
+        options = _prepare(plan, gpus)
     except (Refused, OSError) as error:
         channel.send("refused", message=str(error))
         return 1
@@ -129,16 +130,15 @@ def _run(plan: HostPlan, folder: Path, channel: Channel) -> int:
     return 0
 
 
-def _prepare(plan: HostPlan) -> dict[str, Any]:
+def _prepare(plan: HostPlan, gpus: int) -> dict[str, Any]:
     """The environment of the ranks, and what entry.py is told."""
     if sys.platform == "linux":
         # What a rank started and left behind becomes a child of this process, so that it can be found and ended.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)  # what matters of it is said by the terminal, once and in order
     environment, ranks = os.environ, len(plan.slots)
     # Older versions of torch read only this name.
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, round(plan.grace)))
-    gpus = torch.cuda.device_count()
     if gpus:
         shown = environment.get("CUDA_VISIBLE_DEVICES")
         names = shown.split(",") if shown else [str(gpu) for gpu in range(gpus)]
@@ -194,9 +194,12 @@ def _set_interfaces(plan: HostPlan) -> None:
 
 
 def _config(plan: HostPlan, relay: Relay) -> LaunchConfig:
-    # Ranks in the order of the hosts need the fixed meeting point; starting again together, on several hosts, needs
-    # the one that hosts can leave and join.
-    flexible = plan.master_port == 0 or (plan.nodes > 1 and plan.max_restarts > 0)
+    # Ranks in the order of the hosts need the fixed meeting point; starting again together needs the one that hosts
+    # can leave and join.
+    flexible = plan.master_port == 0 or plan.max_restarts > 0
+    if plan.max_restarts > 0:
+        # Else the ranks of the next attempt would find the addresses of those of the last one.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     way = way_to(plan.master_addr) if plan.nodes > 1 else None
     return LaunchConfig(
         min_nodes=plan.nodes,
@@ -260,4 +263,6 @@ def _kill_the_rest() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_code = main()
+    sys.stderr.flush()
+    os._exit(exit_code)  # the thread that waits for orders cannot be woken

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -179,16 +179,19 @@ def launch_command(
     except (BadOption, BadHosts, BadShell, BadVariable, OSError) as error:
         _fail(str(error), BAD_INPUT)
     through_shell = remote_shell is not None or slurm or force_multi
-    python_path = os.environ.get("PYTHONPATH")
-    plans, commands = [], {}
+    # A remote shell begins in another folder, where a relative path leads nowhere.
+    python_path = os.pathsep.join(
+        os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
+    )
+    plans: list[HostPlan] = []
+    commands: dict[str, list[str]] = {}
     run_id = f"zerofold-{uuid.uuid4().hex[:8]}" if not no_ssh else f"zerofold-{master_addr}-{master_port}"
     for number, (host, slots) in enumerate(hosts.items()):
         if no_ssh and number != node_rank:
             continue
         here = no_ssh or (is_this_host(host) and not through_shell)
-        commands[host] = agent_command(None if here else python_path)
         if not here:
-            commands[host] = on_host(template, host, commands[host])
+            commands[host] = on_host(template, host, agent_command(python_path))
         plans.append(
             HostPlan(
                 host=host,
@@ -199,7 +202,7 @@ def launch_command(
                 run_id=run_id,
                 max_restarts=max_restarts,
                 folder=os.getcwd(),
-                environment=always if here else {**forwarded(os.environ), **always},
+                environment={**forwarded(os.environ), **always},
                 grace=grace,
             )
         )
@@ -304,6 +307,6 @@ def _numbers(option: str, text: str) -> list[int]:
     return numbers
 
 
-def _fail(message: str, code: int) -> Any:
+def _fail(message: str, code: int) -> NoReturn:
     typer.echo(f"zerofold launch: {message}", err=True)
     raise typer.Exit(code)

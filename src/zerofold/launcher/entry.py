@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
     except BaseException as error:
         trace = without_this_file(error)
         record(error, trace)
-        sys.excepthook(type(error), error, trace)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)

@@ -14,13 +14,18 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import IO, Any
 
+import torch
+
+from zerofold.launcher.agent import main as agent_main
 from zerofold.launcher.failures import Failure, exit_code, first_failure, told
 from zerofold.launcher.network import Address, meeting_address
 from zerofold.launcher.output import Output
 from zerofold.launcher.plan import HostPlan, unpack
+from zerofold.launcher.processes import Copy, Process, start_command
 
 HELLO_S = 180.0  # importing torch from a cold network disk takes its time
 PATIENCE_S = 15.0
@@ -47,7 +52,7 @@ class Meeting:
 @dataclass
 class _Agent:
     plan: HostPlan
-    process: subprocess.Popen[str]
+    process: Process
     command: Sequence[str]
     hello: dict[str, Any] = field(default_factory=dict)
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=15))
@@ -111,27 +116,20 @@ class Job:
                 signal.signal(number, handler)
 
     def _start(self, plans: Sequence[HostPlan], commands: Mapping[str, Sequence[str]]) -> None:
-        port = self._port(several=len(plans) > 1)
-        for plan in plans:
-            command = commands[plan.host]
+        """Hosts without a command are this one."""
+        port = self._port(several=plans[0].nodes > 1)
+        for plan in sorted(plans, key=lambda plan: plan.host in commands):
+            command = commands.get(plan.host, ())
             try:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    encoding="utf-8",
-                    errors="replace",
-                    start_new_session=True,  # Ctrl-C reaches this process alone, which ends them in order
-                )
+                process = start_command(command) if command else Copy(partial(agent_main, torch.cuda.device_count()))
             except OSError as error:
                 raise CannotStart(f"{plan.host}: {command[0]} cannot be run: {error.strerror}") from error
-            agent = _Agent(plan, process, command)
-            self._agents.append(agent)
-            for stream in (process.stdout, process.stderr):
-                threading.Thread(target=self._read, args=(agent, stream), daemon=True).start()
-            agent.tell(f'{{"port": {port if plan.node_rank == 0 else 0}}}')
+            self._agents.append(_Agent(plan, process, command))
+        self._agents.sort(key=lambda started: started.plan.node_rank)
+        for started in self._agents:
+            for stream in (started.process.stdout, started.process.stderr):
+                threading.Thread(target=self._read, args=(started, stream), daemon=True).start()
+            started.tell(f'{{"port": {port if started.plan.node_rank == 0 else 0}}}')
 
     def _port(self, *, several: bool) -> int:
         if self._meeting.port is not None:
@@ -278,9 +276,10 @@ class Job:
         lines = "".join(f"\n  {line}" for line in agent.last_lines)
         if agent.hello:
             return f"{agent.host}: the agent there ended with exit code {code} and said nothing more{lines}"
-        shell = " ".join(agent.command[:6])
+        if not agent.command:
+            return f"{agent.host}: the agent did not start (exit code {code}){lines}"
         return (
-            f"{agent.host}: the agent did not start (exit code {code}): {shell} …{lines}\n"
+            f"{agent.host}: the agent did not start (exit code {code}): {' '.join(agent.command)}{lines}\n"
             "  Can this host be reached without a password, and is zerofold installed there for the same Python?"
         )
 

@@ -65,11 +65,12 @@ def split_template(template: str) -> list[str]:
     return words
 
 
-def agent_command(python_path: str | None) -> list[str]:
+def agent_command(python_path: str) -> list[str]:
     """The agent, with this Python and what it needs to find zerofold; everything else comes through its input."""
-    path = [f"PYTHONPATH={python_path}"] if python_path else []
+    # torch's warnings about sockets (a name that does not resolve, a store that has ended) concern no user.
+    variables = ["TORCH_CPP_LOG_LEVEL=ERROR", *([f"PYTHONPATH={python_path}"] if python_path else [])]
     # -P: a file or folder called zerofold where the shell happens to begin is not imported.
-    return [*(["env", *path] if path else []), sys.executable, "-P", "-m", "zerofold.launcher.agent"]
+    return ["env", *variables, sys.executable, "-P", "-m", "zerofold.launcher.agent"]
 
 
 def is_this_host(name: str) -> bool:
