@@ -145,7 +145,7 @@ def test_slots_are_chosen(wanted: dict[str, object], chosen: dict[str, list[int]
         ({"exclude": "a@b"}, "leaves no slot"),
         ({"num_nodes": 3}, "--num_nodes 3: there are 2"),
         ({"num_slots": 3}, "--num_gpus 3: a has 2: use 1 to 2"),
-        ({"num_slots": 0}, "--num_gpus 0: a has 2: use 1 to 2"),
+        ({"num_slots": 0}, "--num_gpus 0: use 1 or more"),
     ],
 )
 def test_slots_that_do_not_exist_are_refused(wanted: dict[str, object], message: str) -> None:

@@ -108,26 +108,22 @@ def _run(plan: HostPlan, gpus: int, folder: Path, channel: Channel) -> int:
     threading.Thread(target=_obey, args=(plan, folder, channel), name="zerofold-orders", daemon=True).start()
     task = plan.task
     command = ["-u", "-X", "faulthandler", str(ENTRY), json.dumps(options), task.target, *task.arguments]
-    failures: dict[int, ProcessFailure] = {}
+    kind = "done"
+    content: dict[str, Any] = {}
     try:
         elastic_launch(_config(plan, relay), sys.executable)(*command)
     except ChildFailedError as error:
-        failures = error.failures
+        kind = "failed"
+        content = {"failures": [_record(rank, failure) for rank, failure in error.failures.items()]}
     except (SignalException, SystemExit):
-        relay.finish()
-        channel.send("stopped")
-        return 1
+        kind = "stopped"
     except Exception as error:
-        relay.finish()
-        channel.send("refused", message=f"torch's elastic agent failed: {type(error).__name__}: {error}")
-        return 1
-    relay.finish()
-    if failures:
+        kind, content = "refused", {"message": f"torch's elastic agent failed: {type(error).__name__}: {error}"}
+    if kind != "done":
         _kill_the_rest()
-        channel.send("failed", failures=[_record(rank, failure) for rank, failure in failures.items()])
-        return 1
-    channel.send("done")
-    return 0
+    relay.finish()
+    channel.send(kind, **content)
+    return 0 if kind == "done" else 1
 
 
 def _prepare(plan: HostPlan, gpus: int) -> dict[str, Any]:
@@ -137,15 +133,10 @@ def _prepare(plan: HostPlan, gpus: int) -> dict[str, Any]:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     logging.disable(logging.ERROR)  # what matters of it is said by the terminal, once and in order
     environment, ranks = os.environ, len(plan.slots)
-    # Older versions of torch read only this name.
+    # From torch 2.12 on; before, its agent kills them after 30 s even where the grace is longer.
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, round(plan.grace)))
     if gpus:
-        shown = environment.get("CUDA_VISIBLE_DEVICES")
-        names = shown.split(",") if shown else [str(gpu) for gpu in range(gpus)]
-        missing = [slot for slot in plan.slots if slot >= gpus]
-        if missing:
-            raise Refused(f"there is no GPU {missing[0]}, there are {gpus}: use slots 0 to {gpus - 1}")
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[slot] for slot in plan.slots)
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(plan.slots, gpus, environment.get("CUDA_VISIBLE_DEVICES"))
     cores = _cores(plan.task.cores)
     if plan.task.bind and len(cores) < ranks:
         raise Refused(f"{ranks} ranks cannot be bound to {len(cores)} cores: start fewer ranks, or leave binding out")
@@ -161,6 +152,19 @@ def _prepare(plan: HostPlan, gpus: int) -> dict[str, Any]:
         "cores": cores,
         "local_rank_argument": plan.task.local_rank_argument,
     }
+
+
+def visible_devices(slots: list[int], gpus: int, shown: str | None) -> str:
+    """Slots count among the GPUs that are shown already, by the user or by Slurm.
+
+    >>> visible_devices([0, 2], 4, None), visible_devices([1], 2, "6,7")
+    ('0,2', '7')
+    """
+    missing = [slot for slot in slots if slot >= gpus]
+    if missing:
+        raise Refused(f"there is no GPU {missing[0]}, there are {gpus}: use slots 0 to {gpus - 1}")
+    names = shown.split(",") if shown else [str(gpu) for gpu in range(gpus)]
+    return ",".join(names[slot].strip() for slot in slots)
 
 
 def _cores(wanted: list[int]) -> list[int]:

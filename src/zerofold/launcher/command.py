@@ -161,52 +161,52 @@ def launch_command(
     Example: zerofold launch --hostfile hosts --include a@b:0,1 --log-dir logs train.py
     """
     try:
-        task = _task(script, arguments or [], module, no_python, bind_cores, bind_core_list, local_rank_arg)
-        task = Task(**{**vars(task), "as_deepspeed": as_deepspeed})
-        slurm = _uses_slurm(launcher, remote_shell, hostfile)
+        task = Task(
+            kind=_kind(script, module=module, no_python=no_python),
+            target=script,
+            arguments=arguments or [],
+            local_rank_argument=local_rank_arg,
+            bind=bind_cores or bind_core_list is not None,
+            cores=_numbers("--bind_core_list", bind_core_list or ""),
+            as_deepspeed=as_deepspeed,
+        )
+        slurm = _uses_slurm(launcher, remote_shell)
         pool = _pool(hostfile, slurm=slurm, num_gpus=num_gpus, include=include, no_ssh=no_ssh, num_nodes=num_nodes)
         hosts = choose(pool, include=include, exclude=exclude, num_nodes=num_nodes, num_slots=num_gpus)
         _check(hosts, no_ssh, node_rank, master_addr, max_restarts, grace)
         template = remote_shell or (srun_template(launcher_args) if slurm else ssh_template(ssh_port, launcher_args))
         split_template(template)
-        several = len(hosts) > 1
-        always = exported(export or [], os.environ)
-        if several:
-            always = {**env_files(Path.home(), Path.cwd()), **always}
-        shown = _ranks(only_rank)
+        variables = {**forwarded(os.environ), **_chosen_variables(export or [], several=len(hosts) > 1)}
+        shown = None if only_rank is None else _numbers("--only-rank", only_rank)
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
     except (BadOption, BadHosts, BadShell, BadVariable, OSError) as error:
         _fail(str(error), BAD_INPUT)
-    through_shell = remote_shell is not None or slurm or force_multi
-    # A remote shell begins in another folder, where a relative path leads nowhere.
-    python_path = os.pathsep.join(
-        os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
-    )
-    plans: list[HostPlan] = []
-    commands: dict[str, list[str]] = {}
-    run_id = f"zerofold-{uuid.uuid4().hex[:8]}" if not no_ssh else f"zerofold-{master_addr}-{master_port}"
-    for number, (host, slots) in enumerate(hosts.items()):
-        if no_ssh and number != node_rank:
-            continue
-        here = no_ssh or (is_this_host(host) and not through_shell)
-        if not here:
-            commands[host] = on_host(template, host, agent_command(python_path))
-        plans.append(
-            HostPlan(
-                host=host,
-                node_rank=number,
-                nodes=len(hosts),
-                slots=slots,
-                task=task,
-                run_id=run_id,
-                max_restarts=max_restarts,
-                folder=os.getcwd(),
-                environment={**forwarded(os.environ), **always},
-                grace=grace,
-            )
+    # Hosts that are started one by one must come to the same name.
+    run_id = f"zerofold-{master_addr}-{master_port}" if no_ssh else f"zerofold-{uuid.uuid4().hex[:8]}"
+    plans = [
+        HostPlan(
+            host=host,
+            node_rank=number,
+            nodes=len(hosts),
+            slots=slots,
+            task=task,
+            run_id=run_id,
+            max_restarts=max_restarts,
+            folder=os.getcwd(),
+            environment=variables,
+            grace=grace,
         )
-    output = Output(several_hosts=several, only_ranks=shown, log_dir=log_dir)
+        for number, (host, slots) in enumerate(hosts.items())
+        if not no_ssh or number == node_rank
+    ]
+    through_shell = remote_shell is not None or slurm or force_multi
+    commands = {
+        plan.host: on_host(template, plan.host, agent_command(_absolute_python_path()))
+        for plan in plans
+        if not no_ssh and (through_shell or not is_this_host(plan.host))
+    }
+    output = Output(several_hosts=len(hosts) > 1, only_ranks=shown, log_dir=log_dir)
     try:
         code = Job(output, Meeting(master_addr, master_port)).run(plans, commands)
     except CannotStart as error:
@@ -214,31 +214,27 @@ def launch_command(
     raise typer.Exit(code)
 
 
-def _task(
-    script: str,
-    arguments: list[str],
-    module: bool,
-    no_python: bool,
-    bind: bool,
-    core_list: str | None,
-    local_rank_argument: bool,
-) -> Task:
+def _kind(script: str, *, module: bool, no_python: bool) -> str:
     if module and no_python:
         raise BadOption("--module and --no_python together: a module is Python: give one of them")
-    kind = "module" if module else "program" if no_python else "script"
-    if kind == "script" and not Path(script).is_file():
+    if not module and not no_python and not Path(script).is_file():
         raise BadOption(f"{script} is no file: name a script, or a module with --module")
-    return Task(
-        kind=kind,
-        target=script,
-        arguments=arguments,
-        local_rank_argument=local_rank_argument,
-        bind=bind or core_list is not None,
-        cores=_numbers("--bind_core_list", core_list) if core_list else [],
-    )
+    return "module" if module else "program" if no_python else "script"
 
 
-def _uses_slurm(launcher: str | None, remote_shell: str | None, hostfile: Path | None) -> bool:
+def _chosen_variables(export: list[str], *, several: bool) -> dict[str, str]:
+    """What the user wants set, besides what goes to other hosts by itself; the files as with DeepSpeed's launcher."""
+    from_files = env_files(Path.home(), Path.cwd()) if several else {}
+    return {**from_files, **exported(export, os.environ)}
+
+
+def _absolute_python_path() -> str:
+    """A remote shell begins in another folder, where a relative path leads nowhere."""
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join(os.path.abspath(path) for path in paths)
+
+
+def _uses_slurm(launcher: str | None, remote_shell: str | None) -> bool:
     if launcher is None:
         return remote_shell is None and inside_slurm()
     name = launcher.lower()
@@ -254,6 +250,7 @@ def _pool(
 ) -> Slots:
     """All hosts and slots there are to choose from."""
     if hostfile is None and DEFAULT_HOSTFILE.is_file():
+        typer.echo(f"zerofold launch: the hosts are those of {DEFAULT_HOSTFILE}", err=True)
         hostfile = DEFAULT_HOSTFILE
     if hostfile is not None:
         return read_hostfile(hostfile)
@@ -289,17 +286,13 @@ def _check(
         raise BadOption(f"--grace {grace:g}: use 0 or more seconds")
 
 
-def _ranks(text: str | None) -> list[int] | None:
-    return None if text is None else _numbers("--only-rank", text)
-
-
 def _numbers(option: str, text: str) -> list[int]:
     """
     >>> _numbers("--bind_core_list", "0-2,5")
     [0, 1, 2, 5]
     """
     numbers: list[int] = []
-    for part in text.split(","):
+    for part in text.split(",") if text else []:
         low, dash, high = part.strip().partition("-")
         if not low.isdigit() or (dash and not high.isdigit()):
             raise BadOption(f'{option} {text}: "{part}" is no number or range: write 0-3,8')

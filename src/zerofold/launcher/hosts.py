@@ -101,8 +101,10 @@ def _first(hosts: Mapping[str, list[int]], num_nodes: int | None, num_slots: int
     chosen = dict(list(hosts.items())[:num_nodes])
     if num_slots is None:
         return {host: list(slots) for host, slots in chosen.items()}
+    if num_slots < 1:
+        raise BadHosts(f"--num_gpus {num_slots}: use 1 or more")
     for host, slots in chosen.items():
-        if not 1 <= num_slots <= len(slots):
+        if num_slots > len(slots):
             raise BadHosts(f"--num_gpus {num_slots}: {host} has {len(slots)}: use 1 to {len(slots)}")
     return {host: list(slots)[:num_slots] for host, slots in chosen.items()}
 
