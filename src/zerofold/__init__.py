@@ -8,6 +8,7 @@ from zerofold.checkpoint.save import save, stage
 from zerofold.checkpoint.saving import Saving
 from zerofold.checkpoint.whole import full_tensors
 from zerofold.comm import CommError, DivergenceError
+from zerofold.compat.initialize import add_config_arguments, initialize
 from zerofold.join import join
 from zerofold.loss_scale import LossScale, LossScaleError
 from zerofold.observe.out_of_memory import explain_oom
@@ -34,6 +35,7 @@ __all__ = [
     "Samples",
     "Saving",
     "ShardedParameter",
+    "add_config_arguments",
     "attach",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -44,6 +46,7 @@ __all__ = [
     "full_grad",
     "full_params",
     "full_tensors",
+    "initialize",
     "join",
     "last_step",
     "ledger",

@@ -100,6 +100,7 @@ class Traffic:
     elements: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     bytes: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     group_bytes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     number: int = 0
     last_started: float = 0.0  # on time.monotonic()'s clock
@@ -109,6 +110,7 @@ class Traffic:
         self.elements[operation, unit] += sent
         self.bytes[operation, unit] += sent * itemsize
         self.group_bytes[group] += sent * itemsize
+        self.counts[operation] += 1
         self.last_started = time.monotonic()
         call = Call(self.number, operation, unit, round(sent), started=self.last_started)
         self.calls.append(call)

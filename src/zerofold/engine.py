@@ -230,12 +230,18 @@ class Engine:
                     found.append((entry.name, face))
         return found
 
-    def remove(self) -> None:
-        """Leaves an ordinary model with whole parameters behind."""
+    def remove(self, *, gather: bool = True) -> None:
+        """Leaves an ordinary model behind: with whole parameters, or with the cut ones on the meta device."""
         self.is_closed = True
         self.reducer.finish()
-        self.hold_all(masters=True)
+        if gather:
+            self.hold_all(masters=True)
+        else:
+            self.schedule.wait_all()
         self.hooks.remove()
+        away = [] if gather else [slab for slab in self.slabs() if slab.has_own_shard and not slab.is_kept]
+        for slab in away:
+            _leave_shapes(slab)
         for undo in self.on_close:
             undo()
         self.boundary.remove()
@@ -244,9 +250,10 @@ class Engine:
                 parameter.grad = None
                 for name in ("_master", "_arrive", "_plain_class"):  # which would keep all of this alive
                     vars(parameter).pop(name, None)
-                if not slab.dtypes.is_plain:
+                if not slab.dtypes.is_plain and slab not in away:
                     parameter.grad_dtype = parameter.dtype
-        if self.precision.is_mixed:  # frozen ones have no master, and yet one dtype for all makes an ordinary model
+        if self.precision.is_mixed and gather:
+            # Frozen ones have no master, and yet one dtype for all makes an ordinary model.
             for parameter in self.model.parameters():
                 if parameter.dtype is self.precision.parameters:
                     parameter.data = parameter.data.to(self.precision.master)
@@ -264,3 +271,12 @@ class Engine:
         if self.watch is not None:
             self.watch.close()
         self.groups.destroy()
+
+
+def _leave_shapes(slab: Slab) -> None:
+    """In the module; the parameters themselves have no memory here, and may be held by somebody."""
+    for entry in slab.entries:
+        shown = entry.parameter
+        left = nn.Parameter(torch.empty(shown.shape, dtype=shown.dtype, device="meta"), shown.requires_grad)
+        for module, attribute in entry.sites:
+            module._parameters[attribute] = left

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
+
+from zerofold.process_group import join_process_group
 
 # When a rank raises, its error may be the echo of another rank's sudden death, which is seen within this time.
 ECHO_S = 0.5
@@ -224,41 +225,14 @@ def init_ranks(device_type: str | None = None) -> Iterator[Ranks]:
     With CUDA (or `device_type="cuda"`) a rank takes GPU number LOCAL_RANK; collectives run on NCCL for
     tensors there and on gloo for those on the host. Otherwise the ranks share this machine's cores evenly.
     """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise RuntimeError(
-            f"{', '.join(missing)} not set: start the script with torchrun, or the function with run_ranks"
-        )
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if device_type is None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device("cpu")
-    if device_type == "cuda":
-        gpus = torch.cuda.device_count()
-        if local_rank >= gpus:
-            raise RuntimeError(f"local rank {local_rank} has no GPU of its own, there are {gpus}: start fewer ranks")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **_meeting_point())
-    else:
-        torch.set_num_threads(max(1, usable_cores() // local_world))
-        dist.init_process_group("gloo", **_meeting_point())
+    device = join_process_group(device_type)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", world))))
     # Not in a `finally`: after an error the other ranks may be inside a collective, and leaving the group
     # could wait for them and hide the error. The process is about to end anyway.
     yield Ranks(rank, world, device)
     dist.destroy_process_group()
-
-
-def _meeting_point() -> dict[str, Any]:
-    """Where ranks find each other; after a restart not where they did before.
-
-    torchrun with its default rendezvous keeps the store over restarts, with the addresses of processes that are gone.
-    """
-    store, rank, world = next(rendezvous("env://"))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return {"store": dist.PrefixStore(f"attempt {attempt}", store), "rank": rank, "world_size": world}
 
 
 def usable_cores() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from zerofold.checkpoint.open import open_checkpoint
 from zerofold.checkpoint.saving import finish_saving
 from zerofold.checkpoint.sources import choose_sources, load_buffers
 from zerofold.comm import Comm
+from zerofold.configured import Config, configured, scheduler_of, shard_arguments
 from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
 from zerofold.engine import Engine
 from zerofold.groups import Groups, destroy, make_control, ranks_along
@@ -45,7 +46,8 @@ def prepare(
     model: Model,
     optimizer: Opt,
     *,
-    stage: int | str = 3,
+    config: Config | None = None,
+    stage: int | str | None = None,
     units: UnitChoice = None,
     cut: str | None = None,
     precision: str | Precision | None = None,
@@ -59,8 +61,8 @@ def prepare(
     load: Load | None = None,
     device: torch.device | str | None = None,
     live_bytes: int | None = None,
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES,
-    accumulate: int = 1,
+    buffer_bytes: int | None = None,
+    accumulate: int | None = None,
     overlap: bool = True,
     patience: float | None = None,
     check_replicas: int | None = None,
@@ -68,7 +70,9 @@ def prepare(
     """Shards `model` and re-bases `optimizer` on it, both in place; returns the same two objects.
 
     Arguments: see `attach` for clip, clip_value, scheduler and one_pass, `shard` for the others. An optimizer with a
-    method `update_cost(parameter)` gives the cost by which owners are balanced; Muon's is known.
+    method `update_cost(parameter)` gives the cost by which owners are balanced; Muon's is known. With `config`, a
+    ds_config.json (its path, a dict or JSON text), that says stage, precision, clip, accumulate and buffer_bytes, and
+    may name a scheduler, which every step advances. What it comes to is printed once.
 
     >>> import torch, zerofold as zf
     >>> model = torch.nn.Linear(64, 64)
@@ -76,23 +80,25 @@ def prepare(
     >>> model(torch.ones(2, 64)).sum().backward(); optimizer.step(); optimizer.zero_grad()
     >>> zf.close(model)
     """
+    said = {"stage": stage, "precision": precision, "accumulate": accumulate, "buffer_bytes": buffer_bytes}
+    chosen: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    chosen |= {"mesh": mesh, "cut": cut, "overlap": overlap, "cost": cost or update_cost(optimizer)}
+    if config is not None:
+        _check_ready(model)
+        settings = configured(config, model, optimizer, {**said, "clip": clip, "mesh": mesh})
+        chosen |= shard_arguments(settings, optimizer) | {"accumulate": settings.accumulate}
+        clip = settings.clip
+        scheduler = scheduler or scheduler_of(settings, optimizer)
     shard(
         model,
-        stage=stage,
         units=units,
-        cut=cut,
-        precision=precision,
-        mesh=mesh,
-        cost=cost or update_cost(optimizer),
         init=init,
         load=load,
         device=device,
         live_bytes=live_bytes,
-        buffer_bytes=buffer_bytes,
-        accumulate=accumulate,
-        overlap=overlap,
         patience=patience,
         check_replicas=check_replicas,
+        **chosen,
     )
     try:
         attach(model, optimizer, clip=clip, clip_value=clip_value, scheduler=scheduler, one_pass=one_pass)
@@ -155,12 +161,8 @@ def shard(
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # works on the pieces, as with FSDP2
     >>> zf.close(model)
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group yet: start the script with torchrun (or zerofold launch) and call "
-            "torch.distributed.init_process_group() before zerofold"
-        )
-    _check_kinds(model, mesh, cost=cost, init=init)
+    _check_ready(model)
+    _check_kinds(mesh, cost=cost, init=init)
     control = make_control(mesh, overlap=overlap)
     try:
         agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate, patience, check_replicas))
@@ -240,11 +242,12 @@ def attach(
     return optimizer
 
 
-def close(model: nn.Module) -> None:
+def close(model: nn.Module, *, gather: bool = True) -> None:
     """Ends sharding: the model is an ordinary module again, with its whole parameters on every rank.
 
     All ranks must call it. The optimizer that was attached has no use afterwards. A checkpoint that is being written
-    in the background is waited for.
+    in the background is waited for. A model too large to be whole is let go with gather=False: parameters that are
+    not whole here have their shapes left, on the meta device, and nothing is communicated.
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 64), stage=3)
@@ -256,7 +259,7 @@ def close(model: nn.Module) -> None:
     try:
         finish_saving(engine)
     finally:
-        engine.remove()
+        engine.remove(gather=gather)
 
 
 def _choose_sources(model: nn.Module, plan: _Plan, load: Load, *, has_init: bool, control: Comm) -> None:
@@ -310,9 +313,17 @@ def _plan(
     return _Plan(chosen, found, modules, assigned)
 
 
-def _check_kinds(model: nn.Module, mesh: DeviceMesh | None, **functions: object) -> None:
+def _check_ready(model: nn.Module) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group yet: start the script with torchrun (or zerofold launch) and call "
+            "torch.distributed.init_process_group() before zerofold"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+
+
+def _check_kinds(mesh: DeviceMesh | None, **functions: object) -> None:
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise TypeError(f"{name}={function!r} must be a function, or None")

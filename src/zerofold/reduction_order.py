@@ -38,6 +38,7 @@ class ReductionOrder:
         self._expected = list(self._order)
         self._order_is_learned = False
         self.suspended = False  # inside no_sync
+        self.ends_step: bool | None = None  # the next backward, where somebody else counts micro-batches
         self._complete: list[Slab] = []  # in this backward, in the order it happened here
         self._launched = 0  # how many of the expected slabs have been started in this backward
         self._arrivals: dict[Slab, int] = {}  # gradients in this backward
@@ -58,7 +59,7 @@ class ReductionOrder:
     def begin_backward(self) -> None:
         self._backwards += 1
         # Whole gradients may stay local sums until the last backward of a step; cut ones have no room to wait in.
-        is_last = self._backwards >= self.accumulate
+        is_last = self._backwards >= self.accumulate if self.ends_step is None else self.ends_step
         self._syncing = not self.suspended and (is_last or self.row.gradients.is_cut)
         self._across = is_last
         self._complete, self._launched, self._arrivals = [], 0, {}

@@ -39,6 +39,7 @@ class Place:
 
     def __init__(self, path: Path, tag: str, folder: Path) -> None:
         self.path, self.tag, self.folder = path, tag, folder
+        self.becomes_latest = True
         self._lock: IO[bytes] | None = None
 
     def lock(self) -> None:
@@ -53,7 +54,7 @@ class Place:
             self._lock.close()
 
     def commit(self, manifest: Manifest) -> Path:
-        """All ranks have written: the temporary folder becomes the checkpoint, and then the latest one."""
+        """All ranks have written: the temporary folder becomes the checkpoint, and then the latest one if it is to."""
         for file in files_of(manifest, self.folder):
             if not file.path.exists():
                 raise CheckpointError(
@@ -71,9 +72,10 @@ class Place:
                 os.rename(final, path / f"{REPLACED}{self.tag}-{time.time_ns()}")
             os.rename(self.folder, final)
             sync_folder(path)
-            write_durably(path / f".{LATEST}", f"{self.tag}\n".encode())
-            os.replace(path / f".{LATEST}", path / LATEST)
-            sync_folder(path)
+            if self.becomes_latest:
+                write_durably(path / f".{LATEST}", f"{self.tag}\n".encode())
+                os.replace(path / f".{LATEST}", path / LATEST)
+                sync_folder(path)
         if self._lock is not None:
             self._lock.close()
         for left in path.glob(f"{REPLACED}*"):

@@ -39,6 +39,7 @@ def save(
     scheduler: Any = None,
     data: Any = None,
     tag: str | None = None,
+    latest: bool = True,
     keep: int | None = None,
     trainable_only: bool = False,
     background: bool = False,
@@ -56,6 +57,7 @@ def save(
     data            what knows the position in the data: anything with state_dict, such as zf.Samples or a stateful
                     loader. Where the ranks' states differ, each keeps its own
     tag             name of the checkpoint, "save-00000001" and so on by default. One of the same name is replaced
+    latest          False: `path/latest` goes on naming the one before, as for a copy of the best so far
     keep            how many checkpoints may stay in `path`: older ones go after the new one was read back and found
                     whole. None keeps all
     trainable_only  leaves frozen parameters out and notes their fingerprints: for adapters
@@ -96,6 +98,7 @@ def save(
     begun = together(control, lambda: folders.begin(path, tag, int(total)) if control.rank == 0 else None)
     tag, folder = control.all_gather_objects(None if begun is None else (begun.tag, begun.folder))[0]
     place = begun or folders.Place(path, tag, folder)
+    place.becomes_latest = latest
     saving = Saving(path / tag, collected.layout.nbytes, progress)
     job = Job(engine, saving, place, collected, base, keep)
     if not background:

@@ -18,7 +18,8 @@ class Ledger:
         self._engine = engine
 
     def snapshot(self) -> dict[str, Any]:
-        """psi; state_bytes by state, as held right now; comm_bytes by operation and comm_elements since the start.
+        """psi; state_bytes by state, as held right now; comm_bytes and comm_calls by operation and comm_elements, since
+        the start.
 
         `comm_bytes_by_group` tells what went to all ranks, inside this rank's group, or across groups.
         `temporary_bytes` are no states: gathered parameters not owned here, and fused and cached buffers.
@@ -39,6 +40,7 @@ class Ledger:
             },
             "peak_live_bytes": engine.schedule.peak_live_bytes,
             "comm_bytes": engine.traffic.bytes_by_operation(),
+            "comm_calls": dict(engine.traffic.counts),
             "comm_bytes_by_group": engine.traffic.bytes_by_group(),
             "comm_elements": round(sum(engine.traffic.elements.values())),
         }

@@ -1,0 +1,31 @@
+"""A DeepSpeed config read, checked and resolved: every key is honoured, or mapped and said so, or refused with why."""
+
+from zerofold.config.errors import ConfigError
+from zerofold.config.keys import Note
+from zerofold.config.reading import read
+from zerofold.config.resolving import resolve
+from zerofold.config.settings import (
+    CheckpointSettings,
+    CommsLogger,
+    Component,
+    FileMonitor,
+    FlopsProfiler,
+    Offload,
+    Settings,
+    WandbMonitor,
+)
+
+__all__ = [
+    "CheckpointSettings",
+    "CommsLogger",
+    "Component",
+    "ConfigError",
+    "FileMonitor",
+    "FlopsProfiler",
+    "Note",
+    "Offload",
+    "Settings",
+    "WandbMonitor",
+    "read",
+    "resolve",
+]

@@ -1,0 +1,67 @@
+"""What a config says, as arguments for zf.shard and zf.attach."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zerofold.compat.schedulers import make_scheduler
+from zerofold.config import ConfigError, Settings, read, resolve
+from zerofold.optim.cost import update_cost
+from zerofold.optim.probe import why_not_elementwise
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def configured(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, also: Mapping[str, Any]) -> Settings:
+    """The settings for a model whose optimizer is there already. `also`: arguments that the config speaks of too."""
+    for name, value in also.items():
+        if value is not None:
+            raise ConfigError(f"{name}={value!r} and config= are both given: change the config, or take {name}= out")
+    real = next((p.device for p in model.parameters() if not p.is_meta), None)
+    device = real or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    settings = resolve(read(config), world=dist.get_world_size(), device=device, model=model)
+    if settings.optimizer is not None and dist.get_rank() == 0:
+        name = type(optimizer).__name__
+        print(f"optimizer: the config's {settings.optimizer.type} gives way to the {name} that was passed", flush=True)
+    announce(settings)
+    return settings
+
+
+def announce(settings: Settings) -> None:
+    """Once, on rank 0: the batch, what "auto" became, and what has another form here."""
+    if dist.get_rank() == 0:
+        print(*settings.table(), sep="\n", flush=True)
+
+
+def shard_arguments(settings: Settings, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """For zf.shard; an optimizer that works on whole matrices only, as Muon does, gets whole parameters."""
+    found: dict[str, Any] = {
+        "stage": settings.stage,
+        "precision": settings.precision,
+        "mesh": _mesh(settings),
+        "buffer_bytes": settings.buffer_bytes,
+        "overlap": settings.overlap,
+    }
+    if optimizer is not None and settings.stage in (1, 2, 3) and why_not_elementwise(optimizer) is not None:
+        found |= {"cut": "whole", "cost": update_cost(optimizer)}
+    return found
+
+
+def scheduler_of(settings: Settings, optimizer: torch.optim.Optimizer) -> Any:
+    if settings.scheduler is None:
+        return None
+    return make_scheduler(settings.scheduler.type, settings.scheduler.params, optimizer)
+
+
+def _mesh(settings: Settings) -> DeviceMesh | None:
+    if settings.group is None:
+        return None
+    shape = (dist.get_world_size() // settings.group, settings.group)
+    return init_device_mesh(settings.device_type, shape, mesh_dim_names=("across", "inside"))
