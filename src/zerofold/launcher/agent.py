@@ -1,6 +1,6 @@
 """The agent of one host: it starts the ranks there with torch's elastic agent, and ends with the terminal that asked.
 
-terminal ── stdin ──►  first line: a port to try; second line: the plan; then "stop SIGNAL"; its end means stop too
+terminal ── stdin ──►  first line: a port to try; second line: the plan; then "stop SIGNAL", "kill"; its end means stop
 terminal ◄─ stdout ──  hello, lines, live, failed, refused, done: see plan.py
 """
 
@@ -238,8 +238,8 @@ def _obey(plan: HostPlan, folder: Path, channel: Channel) -> NoReturn:
     hurry = threading.Event()
 
     def wait_for_a_second_order() -> None:
-        channel.order()
-        hurry.set()
+        if channel.order() == "kill":
+            hurry.set()
 
     threading.Thread(target=wait_for_a_second_order, name="zerofold-hurry", daemon=True).start()
     os.kill(os.getpid(), number)  # torch's agent passes it on to the ranks and starts no new ones

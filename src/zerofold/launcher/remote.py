@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# No host key prompt and no password prompt: nobody could answer for a hundred hosts.
-SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=no -o ConnectTimeout=20 -o ServerAliveInterval=30"
+# No prompts, nobody could answer them for a hundred hosts: a new host key is accepted, one that changed is refused.
+SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=20 -o ServerAliveInterval=30"
 # A step of its own per host, beside the one that this command may run in, with all of the host's cores and GPUs.
 SRUN = "srun --nodes=1 --ntasks=1 --nodelist={host} --overlap --cpu-bind=none --kill-on-bad-exit=1 --unbuffered"
 # These join their words for a shell on the other side, which takes them apart again.
