@@ -303,6 +303,26 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+def test_slurm_tells_the_hosts_and_starts_the_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "scontrol").write_text('#!/bin/sh\nif [ "$*" = "show hostnames n[1-2]" ]; then echo n1; echo n2; fi\n')
+    # As srun does it: its own options end at the first word without a dash.
+    (programs / "srun").write_text(
+        '#!/bin/sh\nwhile :; do case $1 in --nodelist=*) export NODE=${1#*=};; -*);; *) exec "$@";; esac; shift; done\n'
+    )
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    for name, value in {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "job.py").write_text('import os; print("node", os.environ["NODE"], os.environ["WORLD_SIZE"])')
+    code, output, errors = launch("--nproc", "2", "--master_addr", "127.0.0.1", "job.py", cwd=tmp_path)
+    assert code == 0, errors
+    nodes = [f"n{1 + rank // 2}" for rank in range(4)]
+    assert sorted(output.splitlines()) == [f"{node} [rank {rank}] node {node} 4" for rank, node in enumerate(nodes)]
+
+
 @pytest.mark.skipif(
     not (SOURCE / "zerofold/compat/deepspeed").exists(), reason="zerofold.compat.deepspeed is not here yet"
 )
