@@ -5,6 +5,8 @@ command.py   the options, turned into one plan per host
   environment.py   which variables the other hosts are given
   remote.py        how a command is started on a host: ssh, srun, or a template of the user's
 job.py       on the user's terminal: starts one agent per host, shows their output, ends them together
+  plan.py          what an agent is told, and the lines in which the two speak
+  processes.py     an agent's process: a command that reaches its host, or a copy of this one
   network.py       which address and which interface the hosts use among themselves
   output.py        prefixes, files, progress bars
   failures.py      which rank failed first, and the block that says so
