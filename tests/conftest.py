@@ -27,6 +27,7 @@ THOROUGH = [
     r"test_faults.py::test_a_call_of_one_rank_alone_is_named_on_all\[\('(attach|full_params)'",
     r"test_resume.py::test_accumulating_gives_the_losses_of_larger_batches",
     r"test_bench.py::test_tiny_(memory|precision)_run",
+    r"test_launcher.py::test_(no_process_outlives_the_command\[killed\]|slurm_tells)",
     r"test_ranks.py::test_(the_least_recently|a_hang_ends|a_world_without|errors_caught|an_error_shows)",
 ]
 

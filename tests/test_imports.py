@@ -67,6 +67,7 @@ ROOMS = [
     "observe",
     "",  # the public face: zerofold/__init__.py
     "launch",
+    "launcher",
     "train",
     "bench",
     "verify",
