@@ -139,10 +139,12 @@ def init_distributed(
         if distributed_port is not None:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
         return join_or_be_alone(timeout=timeout)
+    if device_of is not None:
+        found = next((p.device for p in device_of.parameters() if p.device.type not in ("cpu", "meta")), None)
+        if found is not None:
+            return found
     # A group without NCCL means to train on the CPU, whatever this machine has.
-    has_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-    on_gpu = device_of is not None and any(p.is_cuda for p in device_of.parameters())
-    return local_device("cuda" if has_gpu or on_gpu else "cpu")
+    return local_device("cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
