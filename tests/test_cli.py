@@ -33,6 +33,7 @@ def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     [
         ["train"],
         ["verify"],
+        ["launch"],
         *(["bench", name] for name in ("step", "update", "mixed", "memory", "precision")),
         *(["checkpoint", name] for name in ("inspect", "verify", "export", "diff")),
     ],

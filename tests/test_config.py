@@ -70,13 +70,15 @@ MUTATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"zero_optimization.reduce_bucketsize": 1}, ["1", 'did you mean "reduce_bucket_size"?']),
     ({"zero_optimization.offload_optimizer.devise": "cpu"}, ['"cpu"', 'did you mean "device"?']),
     ({"optimizer.parameters": {}}, ["{}", 'did you mean "params"?']),
-    ({"optimizer.params.learning_rate": 1e-3}, ["0.001", "no parameter of this name"]),
+    ({"optimizer.params.learning_rate": 1e-3}, ["0.001", 'did you mean "lr"?']),
     ({"optimizer.params.weight_decai": 0.1}, ["0.1", 'did you mean "weight_decay"?']),
     ({"optimizer.type": "AdanW"}, ['"AdanW"', 'did you mean "AdamW"?']),
     ({"scheduler.type": "WarmupLr"}, ['"WarmupLr"', 'did you mean "WarmupLR"?']),
     ({"scheduler.params.warmup_steps": 10}, ["10", 'did you mean "warmup_num_steps"?']),
-    ({"_comment": "for two ranks"}, ['"for two ranks"', "no key of this name"]),
-    ({"comment": "for two ranks"}, ['"for two ranks"', "no key of this name"]),
+    ({"_comment": "for two ranks"}, ['"for two ranks"', "no key of this name", "write comments as //"]),
+    ({"comment": "for two ranks"}, ['"for two ranks"', "no key of this name", "write comments as //"]),
+    ({"stage": 2}, ["2", 'did you mean "zero_optimization.stage"?']),
+    ({"zero_optimization.gradient_clipping": 1.0}, ["1.0", 'did you mean "gradient_clipping"?']),
     ({"checkpoint.tag_validate": "Warn"}, ['"Warn"', 'did you mean "tag_validation"?']),
     # Wrong types.
     ({"train_batch_size": "32"}, ['"32"', "a whole number", "without quotes"]),
@@ -93,7 +95,7 @@ MUTATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"fp16.enabled": 1}, ["1", "give true or false"]),
     ({"optimizer": "AdamW"}, ['"AdamW"', 'write {"type": "AdamW"']),
     ({"optimizer.params": [0.1]}, ["[0.1]", "a section"]),
-    ({"optimizer.params.betas": 0.9}, ["0.9", "a list, 2 of a number"]),
+    ({"optimizer.params.betas": 0.9}, ["0.9", "a list of 2, each a number"]),
     ({"optimizer.params.lr": "3e-5"}, ['"3e-5"', "without quotes"]),
     ({"scheduler.params.warmup_num_steps": 2.5}, ["2.5", "a whole number, at least 1"]),
     ({"steps_per_print": "often"}, ['"often"', "a whole number, at least 1; leave it out for never"]),
@@ -437,7 +439,7 @@ def test_what_is_off_what_is_absent_and_what_accelerate_writes() -> None:
     settings = resolved({"gradient_clipping": 0.0, "steps_per_print": math.inf, "scheduler": None})
     assert (settings.clip, settings.steps_per_print, settings.scheduler) == (None, None, None)
     absent = resolved({})
-    assert absent.clip is None
+    assert absent.clip == 1.0
     assert any(line.startswith("gradient_clipping: not given") for line in absent.table())
 
 

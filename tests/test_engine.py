@@ -26,6 +26,7 @@ def config_of(stage: int, **more: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
         **more,
     }
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tests.models import Block, TinyGPT, batches, make_model, train_ddp
 from torch import Tensor
-from zerofold.fsdp import FullyShardedDataParallel, fully_shard, transformer_auto_wrap_policy
 
 import zerofold as zf
+from zerofold.fsdp import FullyShardedDataParallel, fully_shard, transformer_auto_wrap_policy
 
 CONFIGS = sorted((Path(__file__).parent / "data" / "ds_configs").glob("*.json"))
 STEPS = 4

@@ -24,7 +24,9 @@ ROOMS = [
     "memory",
     "fingerprints",
     "guard",
+    "shard_spec",
     "sharded",
+    "cutting",
     "reduce",
     "gradients",
     "slab",
@@ -65,6 +67,7 @@ ROOMS = [
     "observe",
     "",  # the public face: zerofold/__init__.py
     "launch",
+    "launcher",
     "train",
     "bench",
     "verify",

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-import zerofold as zf
 from zerofold.compat.flops import FlopsCounter, flops_report
 from zerofold.compat.initialize import initialize
 from zerofold.compat.monitors import make_writers
@@ -48,8 +47,7 @@ def train(folder: str) -> tuple[str, list[str]]:
             engine.backward(engine(torch.ones(2, WIDTH)).float().square().mean())
             engine.step()
         summary = engine._reporter.log_summary()
-        engine._reporter.close()
-        zf.close(engine.module)
+        engine.destroy()
     return printed.getvalue(), summary
 
 

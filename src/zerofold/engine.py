@@ -29,8 +29,9 @@ from zerofold.reduce import Reducer
 from zerofold.reduction_order import ReductionOrder
 from zerofold.replicas import Replicas
 from zerofold.schedule import Schedule
-from zerofold.sharded import ShardedParameter, StepScope
-from zerofold.slab import Entry, Home, Slab
+from zerofold.shard_spec import StepScope
+from zerofold.sharded import ShardedParameter
+from zerofold.slab import EngineLink, Entry, Home, Slab
 from zerofold.unit import Unit
 from zerofold.watch import Watch
 
@@ -79,7 +80,7 @@ class Engine:
             finalize(self, self.watch.close)  # at the latest when the process ends
         self.traffic = groups.gather.traffic
         self.cache, self.pool, self.step = StorageCache(), BufferPool(buffer_bytes), StepScope()
-        home = Home(row, groups, device, self.cache, self.step, precision)
+        home = Home(row, groups, device, self.cache, self.step, precision, EngineLink(self))
         bound = live_bound(assigned, row, groups.gather.size, live_bytes)
         self.units: list[Unit] = []
         for index, (name, entries) in enumerate(assigned.items()):
@@ -189,6 +190,13 @@ class Engine:
         return engine
 
     @staticmethod
+    def of_parameter(parameter: Tensor) -> Engine | None:
+        """The engine that has this parameter, by whichever of its faces; None where there is none."""
+        link = getattr(parameter, "_engine", None)
+        engine = link.find() if isinstance(link, EngineLink) else None
+        return engine if isinstance(engine, Engine) and not engine.is_closed else None
+
+    @staticmethod
     def is_on(model: nn.Module) -> bool:
         return any(hasattr(module, _ATTRIBUTE) for module in model.modules())
 
@@ -208,10 +216,15 @@ class Engine:
         return found
 
     def places(self) -> dict[int, tuple[Slab, int]]:
-        """For each face, by id: its slab and its index there. Looked up once until slabs are taken in."""
+        """For each face and parameter, by id: its slab and its index there. Looked up once until slabs are taken in."""
         if self._places_of != self.changes.count:
             self._places_of = self.changes.count
-            self._places = {id(face): (slab, index) for slab in self.slabs() for index, face in enumerate(slab.faces)}
+            self._places = {
+                id(tensor): (slab, index)
+                for slab in self.slabs()
+                for tensors in (slab.parameters, slab.faces)
+                for index, tensor in enumerate(tensors)
+            }
             faces = self.faces()
             self._in_order = [faces[id(p)] for p in self.model.parameters() if id(p) in faces]
         return self._places
@@ -248,7 +261,7 @@ class Engine:
         for slab in self.slabs():
             for parameter in slab.parameters:
                 parameter.grad = None
-                for name in ("_master", "_arrive", "_plain_class"):  # which would keep all of this alive
+                for name in ("_master", "_arrive", "_plain_class", "_engine"):  # which would keep all of this alive
                     vars(parameter).pop(name, None)
                 if not slab.dtypes.is_plain and slab not in away:
                     parameter.grad_dtype = parameter.dtype

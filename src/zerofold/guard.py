@@ -40,16 +40,17 @@ class GuardedParameter(nn.Parameter):
     """A Parameter whose data must be asked for. `guard` puts it on, `unguard` takes it off."""
 
     _arrive: Callable[[], None]
+    _whole: Tensor | None = None  # stands in for the data, while somebody has all of it elsewhere
     _plain_class: type
     _metadata = _metadata()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func not in cls._metadata:
-            for value in (*args, *(kwargs or {}).values()):
-                _arrive_all(value)
+            args, kwargs = _present(args), {key: _present(value) for key, value in kwargs.items()}
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         self._arrive()  # and from here on it is a plain Parameter
@@ -73,9 +74,17 @@ def unguard(parameter: Tensor) -> None:
         parameter.__class__ = parameter._plain_class
 
 
-def _arrive_all(value: Any) -> None:
+def stand_in(parameter: Tensor, whole: Tensor | None) -> None:
+    """Until it is called with None, what touches the data of a guarded parameter gets `whole` in its place."""
+    parameter._whole = whole  # type: ignore[attr-defined]
+
+
+def _present(value: Any) -> Any:
+    """Arguments whose data may be touched."""
     if isinstance(value, GuardedParameter):
+        if value._whole is not None:
+            return value._whole
         value._arrive()
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _arrive_all(item)
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Tensor, list, tuple)) for item in value):
+        return type(value)(map(_present, value)) if type(value) in (list, tuple) else [_present(item) for item in value]
+    return value

@@ -188,7 +188,7 @@ class _Job:
             except (EOFError, ConnectionResetError):
                 process = self._processes[rank]
                 process.join()
-                answer = _Failure(rank, _how_it_ended(process.exitcode), "", time.time())
+                answer = _Failure(rank, how_it_ended(process.exitcode), "", time.time())
             if isinstance(answer, _Failure):
                 self.failures.append(answer)
             else:
@@ -302,7 +302,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _how_it_ended(exit_code: int | None) -> str:
+def how_it_ended(exit_code: int | None) -> str:
     if exit_code is None or exit_code >= 0:
         return f"the process ended with exit code {exit_code} and no error"
     name = signal.Signals(-exit_code).name

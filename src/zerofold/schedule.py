@@ -143,6 +143,12 @@ class Schedule:
             if not self._is_pinned(unit):
                 self._release(unit)
 
+    def set_down(self, unit: Unit) -> bool:
+        """Releases a unit that was kept for a later use; whether it is released now."""
+        if not self._is_pinned(unit):
+            self._release(unit)
+        return unit.state is State.RELEASED
+
     def is_kept(self, unit: Unit) -> bool:
         """Gathered, current, and staying so."""
         return unit in self._kept and unit.state is State.READY and not unit.is_stale
@@ -182,6 +188,10 @@ class Schedule:
         for unit in self.units:
             if not self._is_pinned(unit):
                 self._release(unit)
+
+    @property
+    def is_in_forward(self) -> bool:
+        return bool(self._in_forward)
 
     def is_in_use(self, unit: Unit) -> bool:
         return unit in self._in_forward or unit in self._in_backward

@@ -2,23 +2,24 @@
 
 Elementwise arithmetic (single, foreach and fused) runs on the pieces, so any elementwise optimizer works on it
 unchanged. Whatever needs the whole tensor raises an error that names `zf.full`. Where parameters have owners, the
-piece of the owner is the whole, and inside the step of the attached optimizer every operation runs on it.
+piece of the owner is the whole, and inside the step of the attached optimizer every operation runs on it. While a
+whole tensor is shown in its place (`show`), everything runs on that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from zerofold.comm import Comm
 from zerofold.layout import Box, boxes
+from zerofold.shard_spec import ShardSpec
 
 aten = torch.ops.aten
 
@@ -32,68 +33,6 @@ PICKLING = (
 )
 
 
-class StepScope:
-    """Whether an attached optimizer's step is running; one for all parameters of a model.
-
-    Only then may what needs a whole tensor run on its owner alone. Elsewhere it would give the owner something that
-    the other ranks do not have, a norm of its own parameters for instance.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self.joins_norms = False  # a norm is taken over all ranks, who must all ask; else it is refused
-        self._hidden: list[tuple[Tensor, Tensor]] = []
-
-    def open(self, others: list[ShardedParameter]) -> None:
-        """`others` belong to other ranks. Their gradients are empty here; without one, the optimizer skips them."""
-        self.is_open = True
-        for p in others:
-            self.show(p, None)
-
-    def show(self, p: Tensor, gradient: Tensor | None) -> None:
-        """Until `close`, another gradient than the one that is there, or none."""
-        self.is_open = True
-        if p.grad is not None:
-            self._hidden.append((p, p.grad))
-            p.grad = gradient
-
-    def close(self) -> None:
-        self.is_open = False
-        for p, gradient in self._hidden:
-            p.grad = gradient
-        self._hidden = []
-
-
-@dataclass(frozen=True, eq=False)
-class ShardSpec:
-    """How one parameter is cut: shared by the parameter, its gradient and its optimizer states."""
-
-    name: str
-    unit: str
-    shape: torch.Size
-    ranges: tuple[tuple[int, int], ...]  # of the flattened parameter, one per rank, in order, some empty
-    comm: Comm
-    has_owner: bool  # one rank has it all, and there it keeps its shape
-    step: StepScope
-    is_replicated: bool = False  # every rank has it all
-
-    @property
-    def own(self) -> tuple[int, int]:
-        return self.ranges[self.comm.rank]
-
-    @property
-    def is_owned_here(self) -> bool:
-        return self.has_owner and self.own[1] > self.own[0]
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """This rank's piece of a whole tensor, as a view where the memory allows it."""
-        return self.shaped(whole.detach().reshape(-1)[slice(*self.own)])
-
-    def shaped(self, piece: Tensor) -> Tensor:
-        """A flat piece as optimizers see it: who has all of it has the parameter in its own shape."""
-        return piece.view(self.shape) if self.is_owned_here or self.is_replicated else piece
-
-
 class ShardedTensor(torch.Tensor):
     """A tensor of which this rank holds one flat range. Made by zerofold and by ops on other sharded tensors."""
 
@@ -102,6 +41,7 @@ class ShardedTensor(torch.Tensor):
     was_zeroed = False  # by zero_(): for a gradient, the same wish as setting it to None
     is_unreduced = False  # a gradient of which other ranks still hold local sums
     is_cleared = False  # stands for a gradient that is gone
+    _whole: Tensor | None = None  # while it is shown
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardedTensor:
@@ -122,24 +62,69 @@ class ShardedTensor(torch.Tensor):
     def spec(self) -> ShardSpec:
         return self._spec
 
+    @property
+    def whole(self) -> Tensor | None:
+        """What is shown in its place just now."""
+        return self._whole
+
+    def show(self, whole: Tensor | None) -> None:
+        """From now on whoever holds this sees an ordinary tensor, to read and to change; None ends it.
+
+        Only the tensor given changes: to keep what was written, take this rank's piece of it.
+        """
+        self._whole = whole
+
+    @property
+    def data(self) -> Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if self._whole is not None and value.shape == self.shape:
+            self._whole.copy_(value)
+        elif value is not self:  # Module.to sets what it found in place already
+            raise RuntimeError(
+                f"'{self._spec.name}' {tuple(self.shape)} is cut over ranks, so its data cannot be replaced by a "
+                f"tensor of shape {tuple(value.shape)}: copy values of its own shape while it is whole"
+            )
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _run_on_pieces(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if any(tensor._whole is not None for tensor in _sharded_in(args, kwargs)):
+            return _run_on_whole(func, args, kwargs)
+        return _run_on_pieces(func, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        if self._whole is not None:
+            return f"{type(self).__name__}('{self._spec.name}', shown whole: {self._whole!r})"
         start, stop = self._spec.own
         return (
             f"{type(self).__name__}('{self._spec.name}', shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"this rank holds elements {start}:{stop})"
         )
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise RuntimeError(COPYING)
+    def __deepcopy__(self, memo: Any) -> Any:
+        loose = self._spec.loose
+        copied: Tensor
+        if self._whole is not None:
+            copied = nn.Parameter(self._whole.clone(), self.requires_grad)
+        elif loose is not None:
+            spec = replace(self._spec, loose=loose._replace(number=next(loose.numbers)))
+            copied = type(self)(self._local.clone(), spec, self.requires_grad)
+        else:
+            raise RuntimeError(COPYING)
+        memo[id(self)] = copied
+        return copied
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(PICKLING)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._whole is None and self._spec.loose is not None:
+            raise RuntimeError(f"'{self._spec.name}' is cut: save it inside `with zero.GatheredParameters(p)`")
+        if self._whole is None:
+            raise RuntimeError(PICKLING)
+        return nn.Parameter(self._whole, self.requires_grad).__reduce_ex__(protocol)
 
     # What torch.distributed.checkpoint asks of a tensor, so that it saves and reshards these: its chunks are blocks.
 
@@ -265,6 +250,8 @@ class _Rule(NamedTuple):
     written: tuple[int | str, ...]  # positions or names of the arguments it changes
     returns_written: bool
     zeroes: bool
+    draws: bool  # fills its first argument at random
+    summarises: bool  # one argument, in a way that initialisers do
 
 
 # Elementwise in effect though torch does not tag them so.
@@ -274,6 +261,7 @@ _ALSO_ELEMENTWISE = frozenset(
 )
 
 
+_SUMMARIES = frozenset({"any", "all", "sum", "mean", "std", "var", "min", "max"})
 _UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"  # torch.amp.GradScaler's
 
 
@@ -294,7 +282,34 @@ def _rule(func: Any) -> _Rule:
         kind = _Kind.ELEMENTWISE
     else:
         kind = _Kind.REFUSED
-    return _Rule(kind, written, bool(written) and len(schema.returns) > 0, name in ("zero_", "_foreach_zero_"))
+    draws = written == (0,) and torch.Tag.nondeterministic_seeded in func.tags
+    zeroes = name in ("zero_", "_foreach_zero_")
+    return _Rule(kind, written, bool(written) and len(schema.returns) > 0, zeroes, draws, name in _SUMMARIES)
+
+
+def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of what is shown whole, the tensor that is shown; other sharded tensors then come by themselves."""
+    rule = _rule(func)
+    result = func(*(_whole_of(value) for value in args), **{key: _whole_of(value) for key, value in kwargs.items()})
+    if not rule.written:
+        return result
+    changed = [kwargs.get(place) if isinstance(place, str) else args[place] for place in rule.written]
+    return changed[0] if rule.returns_written else None
+
+
+def _whole_of(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_whole_of(item) for item in value]
+    return value._whole if isinstance(value, ShardedTensor) and value._whole is not None else value
+
+
+def _draw(func: Any, tensor: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """The same random numbers as for the whole tensor, rank 0's for all; so initialisers may run on what is cut."""
+    whole = torch.empty(tensor._spec.shape, dtype=tensor.dtype, device=tensor.device)
+    func(whole, *args, **kwargs)
+    tensor._spec.comm.broadcast(whole.view(-1), 0, unit=tensor._spec.name).wait()
+    tensor._local.copy_(tensor._spec.cut(whole))
+    return tensor
 
 
 def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,6 +319,10 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise RuntimeError(_moved(first))  # Module.to and its kin, which go through parameters and gradients
     if rule.kind is _Kind.SAME_DATA:
         return ShardedTensor(first._local, first._spec)
+    if rule.draws and args[0] is first and first._spec.loose is not None:
+        return _draw(func, first, args[1:], kwargs)
+    if rule.summarises and args[0] is first and first._spec.loose is not None:
+        return func(first.full_tensor(), *args[1:], **kwargs)
     runs_whole = all(_is_whole(tensor._spec) for tensor in _sharded_in(args, kwargs))
     is_norm = func is aten.linalg_vector_norm.default and len(args) < 3 and first._spec.step.joins_norms
     if rule.kind is _Kind.REFUSED and not runs_whole and not is_norm:
@@ -409,6 +428,12 @@ def _refusal(func: Any, tensor: ShardedTensor) -> str:
     where = f"this rank holds elements {spec.own} of '{spec.name}' {tuple(spec.shape)}"
     if name in _NORMS:
         return f"{name} needs the whole tensor, but {where}: clip with zf.clip_grad_norm_(model, norm), or use zf.full"
+    if spec.loose is not None:
+        return (
+            f"{name} needs the whole tensor, but {where}: it was cut when its module was built. Change it inside `with "
+            "zero.GatheredParameters(p, modifier_rank=0)`, read it with zf.full(p), and run a forward after the model "
+            "is prepared"
+        )
     return (
         f"{name} needs the whole tensor, but {where}: read it with zf.full(p) or inside `with zf.full_params(model)`. "
         f"In a forward it is whole only while its unit '{spec.unit or 'root'}' is being called; if the weight is used "
@@ -417,6 +442,11 @@ def _refusal(func: Any, tensor: ShardedTensor) -> str:
 
 
 def _moved(parameter: ShardedTensor) -> str:
+    if parameter._spec.loose is not None:
+        return (
+            f"'{parameter._spec.name}' was cut when its module was built and cannot be moved or cast (.to, .half, "
+            ".cuda, …): build it in the dtype it is to have, or pass dtype= to zero.Init"
+        )
     return (
         f"'{parameter._spec.name}' is cut over ranks and cannot be moved or cast any more (.to, .half, .cuda, …): do "
         "so before zerofold sees the model, or after zf.close(model). A copy in another dtype: p.detach().to(dtype)"

@@ -11,20 +11,24 @@ every case, cast straight into its slice of the storage.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from zerofold.comm import Comm, Handle
+from zerofold.cutting import regain
 from zerofold.gradients import FaceGradients, Gradients, WholeGradients
 from zerofold.groups import Groups
 from zerofold.layout import FlatLayout
 from zerofold.memory import FlatStorage, StorageCache
 from zerofold.placement import Row
 from zerofold.precision import Dtypes, Precision
-from zerofold.sharded import ShardedParameter, ShardSpec, StepScope
+from zerofold.shard_spec import ShardSpec, StepScope
+from zerofold.sharded import ShardedParameter
 
 
 class Source(Protocol):
@@ -52,6 +56,16 @@ class Entry:
         return any(p is not None and p.requires_grad for p in shown)
 
 
+class EngineLink:
+    """Leads from a parameter to the engine that trains it, and does not keep it alive. It pickles as nothing."""
+
+    def __init__(self, engine: object) -> None:
+        self.find = ref(engine)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return OrderedDict, ()
+
+
 class Home(NamedTuple):
     """What all slabs of a model share."""
 
@@ -61,6 +75,7 @@ class Home(NamedTuple):
     cache: StorageCache
     step: StepScope
     precision: Precision
+    engine: EngineLink | None = None
 
 
 def dtypes_of(entry: Entry) -> Dtypes:
@@ -89,6 +104,8 @@ class Slab:
 
     def __init__(self, unit: str, entries: list[Entry], home: Home) -> None:
         self.unit, self.entries, self.home, self.comm = unit, entries, home, home.groups.gather
+        for entry in entries:
+            regain(entry.parameter, values=entry.source is None)
         self.parameters: list[Tensor] = [entry.parameter for entry in entries]
         self.dtypes = dtypes_of(entries[0])
         self.requires_grad = entries[0].parameter.requires_grad
@@ -122,7 +139,7 @@ class Slab:
                 if not self.is_read:
                     self.view(index).copy_(parameter.detach())
                 parameter.data = self.view(index)
-        self._note_versions()
+        self.note_versions()
 
     @property
     def values(self) -> Tensor:
@@ -153,6 +170,8 @@ class Slab:
         has_faces = row.optimizer.is_cut or self.home.precision.is_mixed or self.home.precision.needs_one_pass
         if has_faces and (self.requires_grad or row.parameters.is_cut):
             self.faces = [self._face(index) for index in range(len(self.entries))]
+        for tensor in (*self.parameters, *self.faces):
+            tensor._engine = self.home.engine  # type: ignore[attr-defined]  # for whoever has the parameter alone
         self.gradients = self._gradients()
         self._gathered_version = self._written_version = self._shown_version = self.shard._version
 
@@ -173,7 +192,7 @@ class Slab:
         if self.is_stale:
             # A graph made before the change must not run backward with the new values: torch's own check sees it.
             torch.autograd.graph.increment_version(self.parameters)
-            self._note_versions()
+            self.note_versions()
         if masters and self.dtypes.has_master:
             self._shown_version = self.shard._version
             self._show_masters()
@@ -228,9 +247,10 @@ class Slab:
         with torch._C.DisableTorchFunctionSubclass():  # past the guard: this moves no data
             for index, parameter in enumerate(self.parameters):
                 parameter.data = self.view(index)
-        self._note_versions()
+        self.note_versions()
 
-    def _note_versions(self) -> None:
+    def note_versions(self) -> None:
+        """What the parameters are now is what they should be."""
         self._versions = [parameter._version for parameter in self.parameters]
 
     def check_unchanged(self) -> None:
@@ -247,7 +267,7 @@ class Slab:
 
     def discard_changes(self) -> None:
         """The next use makes the parameters anew from their masters."""
-        self._note_versions()
+        self.note_versions()
         self.mark_changed()
 
     def gathered(self) -> None:

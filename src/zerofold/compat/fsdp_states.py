@@ -20,7 +20,8 @@ from torch.distributed.fsdp import (
 
 from zerofold.engine import Engine
 from zerofold.optim.probe import scalar_states
-from zerofold.sharded import ShardedParameter, ShardedTensor, ShardSpec
+from zerofold.shard_spec import ShardSpec
+from zerofold.sharded import ShardedParameter, ShardedTensor
 
 WRAPPED = "_fsdp_wrapped_module"
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {

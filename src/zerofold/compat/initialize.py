@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zerofold.compat.engine import DeepSpeedEngine
 from zerofold.compat.engine_checkpoints import keep_config
+from zerofold.compat.leaves import leaf_units
 from zerofold.compat.optimizers import make_optimizer
 from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.config.settings import FileMonitor
@@ -63,6 +64,8 @@ def initialize(
     >>> config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
     ...           "zero_optimization": {"stage": 2}}
     >>> engine, optimizer, _, _ = zf.initialize(model=torch.nn.Linear(4, 1), config=config)
+    train_batch_size 8 = 8 per rank x 1 accumulated x 1 rank
+    gradient_clipping: not given, so 1.0, which is DeepSpeed's default; 0 switches it off
     >>> loss = engine(torch.ones(8, 4)).mean()
     >>> _ = engine.backward(loss); engine.step()
     >>> engine.global_steps, engine.was_step_applied()
@@ -84,7 +87,7 @@ def initialize(
         model.to(device)
     chosen = _optimizer(model, optimizer, model_parameters, settings, device)
     frozen = _freeze_others(model, chosen)
-    shard(model, **shard_arguments(settings, chosen))
+    shard(model, units=leaf_units(model, None), **shard_arguments(settings, chosen))
     try:
         if chosen is not None:
             attach(model, chosen, clip=settings.clip)
@@ -136,10 +139,12 @@ def init_distributed(
         if distributed_port is not None:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
         return join_or_be_alone(timeout=timeout)
+    if device_of is not None:
+        found = next((p.device for p in device_of.parameters() if p.device.type not in ("cpu", "meta")), None)
+        if found is not None:
+            return found
     # A group without NCCL means to train on the CPU, whatever this machine has.
-    has_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-    on_gpu = device_of is not None and any(p.is_cuda for p in device_of.parameters())
-    return local_device("cuda" if has_gpu or on_gpu else "cpu")
+    return local_device("cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

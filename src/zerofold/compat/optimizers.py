@@ -47,7 +47,7 @@ def make_optimizer(
     'AdamW'
     >>> make_optimizer("AdamW", {"learning_rate": 1e-4}, model.parameters(), device=device)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    zerofold.config.errors.ConfigError: optimizer.params.learning_rate: 0.0001 is given, but there is no parameter of...
+    zerofold.config.errors.ConfigError: optimizer.params.learning_rate: 0.0001 is given, ... did you mean "lr"?
     """
     name = optimizer_name(name)
     given = check_params(params or {}, optimizer_params(name), "optimizer.params")

@@ -17,6 +17,7 @@ class Checked:
 
     values: dict[str, Any]
     defaults: Mapping[str, Any]
+    table: Section
     given: set[str] = field(default_factory=set)
     notes: list[Note] = field(default_factory=list)
 
@@ -46,7 +47,7 @@ def check(config: Mapping[str, Any], table: Section) -> Checked:
     if not isinstance(config, Mapping):
         raise ConfigError(f"the config is {shown(config)}; give a dict, a path to a JSON file or JSON text")
     defaults = dict(_defaults(table, ""))
-    checked = Checked(dict(defaults), defaults)
+    checked = Checked(dict(defaults), defaults, table)
     _check_section(config, table, "", checked)
     return checked
 
@@ -65,7 +66,7 @@ def _check_section(section: Mapping[str, Any], table: Section, path: str, checke
         here = _join(path, str(name))
         spec = table.keys.get(name)
         if spec is None:
-            raise unknown(here, str(name), value, table.keys)
+            raise unknown(here, str(name), value, table.keys, meant=_elsewhere(str(name), checked.table))
         if isinstance(spec, Refused):
             if not spec.is_off(value):
                 raise ConfigError(f"{here}: {shown(value)} is refused: {spec.why}")
@@ -124,6 +125,19 @@ def _put(path: str, value: Any, checked: Checked) -> None:
 def _contradiction(path: str, value: Any, other: str, checked: Checked) -> ConfigError:
     against = "its old name" if path == other else other
     return wrong(path, value, "keep one of the two", why=f"contradicts {against}, which says {shown(checked[other])}")
+
+
+def _elsewhere(name: str, table: Section) -> str | None:
+    """Where the key is at home, if there is one such place."""
+    found = [path for path in _paths(table, "") if path.rpartition(".")[2] == name]
+    return found[0] if len(found) == 1 else None
+
+
+def _paths(section: Section, path: str) -> Iterator[str]:
+    for name, spec in section.keys.items():
+        yield _join(path, name)
+        if isinstance(spec, Section):
+            yield from _paths(spec, _join(path, name))
 
 
 def take(value: Any, kind: Kind, path: str) -> Any:

@@ -113,6 +113,7 @@ REFUSED_OPTIMIZERS = {
     "lbfgs": "it needs several forwards in one step; use AdamW",
     "sparseadam": "gradients are reduced as dense tensors; use AdamW",
 }
+_OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps"}
 _BY_ANY_CASE = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lion": "Lion", "muon": "Muon"}
 _KINDS = {
     "lr": number(0.0),
@@ -173,7 +174,7 @@ def check_params(given: Mapping[str, Any], params: Mapping[str, Param], path: st
         if name not in params:
             if name == "max_grad_norm":
                 raise wrong(here, value, "use gradient_clipping", why="is no parameter of an optimizer")
-            raise unknown(here, name, value, params, what="parameter")
+            raise unknown(here, name, value, params, what="parameter", meant=_OTHER_NAMES.get(name))
         is_left_out = value is None and params[name].default is None
         taken[name] = value if is_left_out or value == AUTO else take(value, params[name].kind, here)
     missing = [name for name, param in params.items() if param.default is REQUIRED and name not in given]

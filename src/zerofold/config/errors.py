@@ -43,9 +43,16 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
-def unknown(path: str, name: str, value: Any, names: Iterable[str], *, what: str = "key") -> ConfigError:
-    """For a name that does not exist at this place."""
+def unknown(
+    path: str, name: str, value: Any, names: Iterable[str], *, what: str = "key", meant: str | None = None
+) -> ConfigError:
+    """For a name that does not exist at this place; `meant` where something better is known than the nearest name."""
     names = sorted(names)
-    meant = nearest(name, names)
-    fix = f'did you mean "{meant}"?' if meant else f"there are: {', '.join(names)}"
+    meant = meant or nearest(name, names)
+    if name.startswith("_") or name.lower().startswith("comment"):
+        fix = "take it out, and write comments as // to the end of a line"
+    elif meant:
+        fix = f'did you mean "{meant}"?'
+    else:
+        fix = f"there are: {', '.join(names)}"
     return wrong(path, value, fix, why=f"is given, but there is no {what} of this name here")

@@ -121,8 +121,8 @@ def list_of(kind: Kind, length: int | None = None) -> Kind:
             raise Mismatch
         return [kind.take(item) for item in value]
 
-    count = "" if length is None else f"{length} of "
-    return Kind(f"a list, {count}{kind.words}", take)
+    count = "" if length is None else f" of {length}"
+    return Kind(f"a list{count}, each {kind.words}", take)
 
 
 def either(*kinds: Kind) -> Kind:

@@ -126,7 +126,9 @@ def _resolve_clip(checked: Checked) -> float | None:
     if checked.is_auto(_CLIP):
         checked.settle(_CLIP, _USUAL_CLIP, "what Hugging Face's Trainer uses")
     elif _CLIP not in checked.given:
-        checked.notes.append(Note(_CLIP, None, "honoured", "not given, so no clipping (DeepSpeed 0.19 clips at 1.0)"))
+        checked.values[_CLIP] = _USUAL_CLIP
+        text = f"not given, so {_USUAL_CLIP}, which is DeepSpeed's default; 0 switches it off"
+        checked.notes.append(Note(_CLIP, None, "honoured", text))
     return checked[_CLIP] or None
 
 
@@ -176,7 +178,7 @@ def _comms_logger(checked: Checked) -> CommsLogger | None:
 
 def _resolved(config: Mapping[str, Any], checked: Checked) -> dict[str, Any]:
     """The user's own config, in its own shape: only what was "auto" or left open is written in."""
-    found = {**config, **{key: checked[key] for key in (TRAIN, MICRO, STEPS)}}
+    found = {**config, **{key: checked[key] for key in (TRAIN, MICRO, STEPS, _CLIP)}}
     return _without_autos(found, TABLE, "", checked)
 
 

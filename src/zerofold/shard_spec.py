@@ -1,0 +1,87 @@
+"""How one parameter is cut over the ranks, and what all parameters of a model know about the step under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerofold.comm import Comm
+
+
+class StepScope:
+    """Whether an attached optimizer's step is running; one for all parameters of a model.
+
+    Only then may what needs a whole tensor run on its owner alone. Elsewhere it would give the owner something that
+    the other ranks do not have, a norm of its own parameters for instance.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.joins_norms = False  # a norm is taken over all ranks, who must all ask; else it is refused
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def open(self, others: Iterable[Tensor]) -> None:
+        """`others` belong to other ranks. Their gradients are empty here; without one, the optimizer skips them."""
+        self.is_open = True
+        for p in others:
+            self.show(p, None)
+
+    def show(self, p: Tensor, gradient: Tensor | None) -> None:
+        """Until `close`, another gradient than the one that is there, or none."""
+        self.is_open = True
+        if p.grad is not None:
+            self._hidden.append((p, p.grad))
+            p.grad = gradient
+
+    def close(self) -> None:
+        self.is_open = False
+        for p, gradient in self._hidden:
+            p.grad = gradient
+        self._hidden = []
+
+
+class Loose(NamedTuple):
+    """Of a parameter that was cut by itself, while no model is sharded: its place among such, equal on all ranks."""
+
+    started: int  # rank 0's clock, when the first of them was cut
+    number: int
+    numbers: Iterator[int]  # for copies
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.started, self.number
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSpec:
+    """How one parameter is cut: shared by the parameter, its gradient and its optimizer states."""
+
+    name: str
+    unit: str
+    shape: torch.Size
+    ranges: tuple[tuple[int, int], ...]  # of the flattened parameter, one per rank, in order, some empty
+    comm: Comm
+    has_owner: bool  # one rank has it all, and there it keeps its shape
+    step: StepScope
+    is_replicated: bool = False  # every rank has it all
+    loose: Loose | None = None
+
+    @property
+    def own(self) -> tuple[int, int]:
+        return self.ranges[self.comm.rank]
+
+    @property
+    def is_owned_here(self) -> bool:
+        return self.has_owner and self.own[1] > self.own[0]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's piece of a whole tensor, as a view where the memory allows it."""
+        return self.shaped(whole.detach().reshape(-1)[slice(*self.own)])
+
+    def shaped(self, piece: Tensor) -> Tensor:
+        """A flat piece as optimizers see it: who has all of it has the parameter in its own shape."""
+        return piece.view(self.shape) if self.is_owned_here or self.is_replicated else piece
