@@ -35,6 +35,7 @@ from torch.distributed.fsdp.wrap import (
 
 from zerofold.compat.fsdp_fully import FSDPModule, fully_shard, register_fsdp_forward_method
 from zerofold.compat.fsdp_module import FullyShardedDataParallel
+from zerofold.compat.fsdp_scaler import ShardedGradScaler
 
 __all__ = [
     "BackwardPrefetch",
@@ -52,6 +53,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "OffloadPolicy",
     "OptimStateDictConfig",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
