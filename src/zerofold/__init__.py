@@ -8,6 +8,7 @@ from zerofold.checkpoint.save import save, stage
 from zerofold.checkpoint.saving import Saving
 from zerofold.checkpoint.whole import full_tensors
 from zerofold.comm import CommError, DivergenceError
+from zerofold.compat.accelerator import Accelerator
 from zerofold.compat.initialize import add_config_arguments, initialize
 from zerofold.join import join
 from zerofold.loss_scale import LossScale, LossScaleError
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
+    "Accelerator",
     "CheckpointError",
     "CommError",
     "DivergenceError",
