@@ -119,6 +119,7 @@ def source_loop(how: str) -> list[float]:
         "zero_optimization": {"stage": 2},
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": 1.0,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.04, "warmup_num_steps": 4}},
     }
     if how == "plugin":
         accelerator = Accelerator(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
@@ -146,6 +147,7 @@ def source_loop(how: str) -> list[float]:
     if how == "plugin":
         assert model[0].weight.dtype is torch.bfloat16
         assert not isinstance(model[0].weight, zf.ShardedParameter)  # stage 2: whole
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.04)  # by the config's schedule
     assert not accelerator.optimizer_step_was_skipped
     accelerator.free_memory()
     return losses

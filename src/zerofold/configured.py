@@ -27,17 +27,19 @@ def configured(config: Config, model: nn.Module, optimizer: torch.optim.Optimize
     real = next((p.device for p in model.parameters() if not p.is_meta), None)
     device = real or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     settings = resolve(read(config), world=dist.get_world_size(), device=device, model=model)
-    if settings.optimizer is not None and dist.get_rank() == 0:
-        name = type(optimizer).__name__
-        print(f"optimizer: the config's {settings.optimizer.type} gives way to the {name} that was passed", flush=True)
-    announce(settings)
+    announce(settings, optimizer)
     return settings
 
 
-def announce(settings: Settings) -> None:
+def announce(settings: Settings, passed: torch.optim.Optimizer | None = None) -> None:
     """Once, on rank 0: the batch, what "auto" became, and what has another form here."""
-    if dist.get_rank() == 0:
-        print(*settings.table(), sep="\n", flush=True)
+    if dist.get_rank() != 0:
+        return
+    lines = settings.table()
+    if settings.optimizer is not None and passed is not None:
+        name = type(passed).__name__
+        lines.append(f"optimizer: the {name} that was passed counts, not the {settings.optimizer.type} of the config")
+    print(*lines, sep="\n", flush=True)
 
 
 def shard_arguments(settings: Settings, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

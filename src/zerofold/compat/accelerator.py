@@ -19,8 +19,8 @@ from zerofold.compat.accelerator_gather import Gathering
 from zerofold.compat.accelerator_ranks import Ranks
 from zerofold.compat.accelerator_saving import Saved
 from zerofold.compat.accelerator_steps import Micro, PreparedOptimizer, PreparedScheduler
-from zerofold.config import ConfigError
-from zerofold.configured import Config
+from zerofold.config import ConfigError, Settings
+from zerofold.configured import Config, scheduler_of
 from zerofold.engine import Engine
 from zerofold.optim.clip import Gradients
 from zerofold.optim.cost import update_cost
@@ -113,6 +113,7 @@ class Accelerator(Ranks, Saved, Gathering):
             "precision": _PRECISIONS[mixed_precision],
             **options,
         }
+        self._settings: Settings | None = None  # what the config came to
         self._with_optimizer = step_scheduler_with_optimizer
         self._micro = Micro(gradient_accumulation_steps)
         Gathering.__init__(self)
@@ -138,7 +139,8 @@ class Accelerator(Ranks, Saved, Gathering):
             if isinstance(each, nn.Module):
                 self._prepare_model(each, optimizers, placed=placed, batch_size=next(iter(sizes), None))
         try:
-            self._attach([each for each in optimizers if not self._is_prepared(each)])
+            schedules = any(isinstance(each, (LRScheduler, ReduceLROnPlateau)) for each in objects)
+            self._attach([each for each in optimizers if not self._is_prepared(each)], schedules=schedules)
         except Exception:
             for model in self._models[len(before) :]:
                 close(model)
@@ -177,18 +179,22 @@ class Accelerator(Ranks, Saved, Gathering):
             found = options_of(self._config, model, own, self.device, self._micro.accumulate, batch_size)
             self._micro.accumulate = found.accumulate
             self._options |= found.options
+            self._settings = found.settings
         options = {name: value for name, value in self._options.items() if name not in _OF_ATTACH}
         if own:
             options["cost"] = options.get("cost") or update_cost(own[0])
         shard(model, **options)
         self._models.append(model)
 
-    def _attach(self, optimizers: list[torch.optim.Optimizer]) -> None:
+    def _attach(self, optimizers: list[torch.optim.Optimizer], *, schedules: bool) -> None:
+        """A schedule that the config names advances with every step, unless one was given."""
         options = {name: value for name, value in self._options.items() if name in _OF_ATTACH}
         for model in self._models:
             faces = Engine.of(model).faces()
             own = [each for each in optimizers if any(id(p) in faces for g in each.param_groups for p in g["params"])]
             if own:
+                if self._settings is not None and not schedules:
+                    options["scheduler"] = scheduler_of(self._settings, own[0])
                 attach(model, *own, **options)
                 self._optimizers += [PreparedOptimizer(each, model, self._micro) for each in own]
         for each in optimizers:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerofold.config import ConfigError, read, resolve
+from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.configured import Config, announce, shard_arguments
 
 _STEPS = "gradient_accumulation_steps"
@@ -19,6 +19,7 @@ class Found(NamedTuple):
     options: dict[str, Any]
     """For zf.shard and zf.attach."""
     accumulate: int
+    settings: Settings
 
 
 def config_of(config: Config | None, plugin: Any) -> Config | None:
@@ -55,6 +56,6 @@ def options_of(
         raise ConfigError(
             f"{_STEPS}={accumulate}, but the config comes to {settings.accumulate}: leave one of them out"
         )
-    announce(settings)
-    options = shard_arguments(settings, optimizers[0] if optimizers else None)
-    return Found({**options, "clip": settings.clip}, settings.accumulate)
+    passed = optimizers[0] if optimizers else None
+    announce(settings, passed)
+    return Found({**shard_arguments(settings, passed), "clip": settings.clip}, settings.accumulate, settings)

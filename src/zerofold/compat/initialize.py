@@ -80,7 +80,7 @@ def initialize(
     given_config = read(_one_config(args, config, config_params))
     device = init_distributed(distributed_port=distributed_port, auto=dist_init_required is not False, device_of=model)
     settings = resolve(given_config, world=dist.get_world_size(), device=device, model=model)
-    announce(settings)
+    announce(settings, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
     if dist.get_rank() == 0:
         _keep(settings)
     if not any(p.is_meta or isinstance(p, ShardedParameter) for p in model.parameters()):
