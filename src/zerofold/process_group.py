@@ -49,6 +49,12 @@ def join_or_be_alone(device_type: str | None = None, *, timeout: timedelta | Non
     return device
 
 
+def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where the ranks of a group train: a group without NCCL means the CPU, whatever the machine has."""
+    has_nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+    return local_device("cuda" if has_nccl else "cpu")
+
+
 def local_device(device_type: str | None = None) -> torch.device:
     """The GPU with the number of this rank on its machine, or the CPU where there is none."""
     if device_type is None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerofold.process_group import join_or_be_alone, local_device
+from zerofold.process_group import group_device, join_or_be_alone
 
 T = TypeVar("T")
 
@@ -25,9 +25,7 @@ class Ranks:
         if self._started_group:
             self.device = join_or_be_alone("cpu" if cpu else None)
         else:
-            # A group of gloo alone means to train on the CPU, whatever this machine has.
-            has_gpu = not cpu and torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
-            self.device = local_device("cuda" if has_gpu else "cpu")
+            self.device = torch.device("cpu") if cpu else group_device()
 
     @property
     def num_processes(self) -> int:

@@ -22,7 +22,7 @@ from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.config.settings import FileMonitor
 from zerofold.configured import announce, scheduler_of, shard_arguments
 from zerofold.prepare import attach, close, shard
-from zerofold.process_group import join_or_be_alone, local_device
+from zerofold.process_group import group_device, join_or_be_alone, local_device
 from zerofold.sharded import ShardedParameter
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -143,8 +143,7 @@ def init_distributed(
         found = next((p.device for p in device_of.parameters() if p.device.type not in ("cpu", "meta")), None)
         if found is not None:
             return found
-    # A group without NCCL means to train on the CPU, whatever this machine has.
-    return local_device("cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend_config()) else "cpu")
+    return group_device()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

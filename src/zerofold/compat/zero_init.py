@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from zerofold.comm import Comm, Traffic
 from zerofold.config import read
 from zerofold.cutting import can_be_cut, cut_alone
-from zerofold.process_group import join_or_be_alone, local_device
+from zerofold.process_group import group_device, join_or_be_alone
 from zerofold.shard_spec import Loose
 
 _KEPT_ELSEWHERE = ("none", "cpu")
@@ -136,9 +136,7 @@ class Init:
         join_or_be_alone()
         group = self._given or dist.group.WORLD
         assert group is not None
-        # A group without NCCL means to train on the CPU, whatever this machine has.
-        on_gpu = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group)) and not self._keeps_on_host
-        device = local_device("cuda" if on_gpu else "cpu")
+        device = torch.device("cpu") if self._keeps_on_host else group_device(group)
         self._comm = Comm(group, device, Traffic(), overlap=True, name="zero.Init")
         # Parameters of several contexts are put in one order by the time at which rank 0 entered each.
         started = torch.tensor(time.time_ns(), device=device)
