@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.config_table import page
 from torch import nn
 
 from zerofold.config import ConfigError, Settings, read, resolve
@@ -523,3 +524,8 @@ def test_every_top_level_key_that_deepspeed_looks_for_is_in_the_table() -> None:
     others |= {"data_parallel_group", "global_rank", "bfloat16", "dtype", "lower_precision_safe_modules"}
     missing = {name for name in names if name.isidentifier() and name not in known | others}
     assert {name for name in missing if name.islower()} == set()
+
+
+def test_the_page_of_all_keys_is_that_of_the_code() -> None:
+    found = (Path(__file__).parent.parent / "docs" / "config.md").read_text()
+    assert found == page(), "make it anew: python -m tests.config_table > docs/config.md"
