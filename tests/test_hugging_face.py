@@ -12,50 +12,56 @@ from typing import Any
 
 import pytest
 
-from hugging_face_jobs import RECORDED, STAGES, jobs_of, start
+from hugging_face_jobs import FIRST_JOBS, MORE_JOBS, RECORDED, STAGES, start
 
 for needed in ("transformers", "accelerate", "peft"):
     pytest.importorskip(needed)
 
 TOLERANCE = 1e-4
+# zerofold adds up gradients in fp32, DeepSpeed in bf16: losses of bf16 runs agree as far as bf16 does.
+BF16_TOLERANCE = 2e-3
 
 
-def compare(found: Any, expected: Any, where: str) -> None:
+def check(library: str, stage: int, jobs: list[str], *, hide: bool = False) -> None:
+    expected = json.loads(RECORDED.read_text())[str(stage)]
+    found = start(library, stage, jobs, hide=hide)
+    assert found["library"]["version"] == {"zerofold": "0.19.8+zerofold", "deepspeed": "0.19.8"}[library]
+    assert found["library"]["installed"] == (not hide and find_spec("deepspeed") is not None)
+    for job in jobs:
+        where = f"stage {stage} {job}"
+        compare(found[job], expected[job], BF16_TOLERANCE if job == "best" else TOLERANCE, where)
+        losses, resumed = found[job]["losses"], found[job].get("resumed", [])
+        compare(resumed, losses[len(losses) - len(resumed) :], TOLERANCE, f"{where} resumed against uninterrupted")
+        assert losses[-1] < losses[0], f"{where} learned nothing"
+
+
+def compare(found: Any, expected: Any, tolerance: float, where: str) -> None:
     if isinstance(expected, dict):
         assert sorted(found) == sorted(expected), where
         for name in expected:
-            compare(found[name], expected[name], f"{where}.{name}")
+            compare(found[name], expected[name], tolerance, f"{where} {name}")
     elif isinstance(expected, list):
         assert len(found) == len(expected), f"{where}: {found} is not {expected}"
         for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-            compare(one, other, f"{where}[{index}]")
+            compare(one, other, tolerance, f"{where}[{index}]")
     else:
         # Sums over all weights are compared relative to their size.
-        assert abs(found - expected) <= TOLERANCE * max(1.0, abs(expected) / 10), f"{where}: {found} is not {expected}"
+        allowed = tolerance * max(1.0, abs(expected) / 10)
+        assert abs(found - expected) <= allowed, f"{where}: {found} is not {expected}"
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_curves_are_those_of_deepspeed(stage: int) -> None:
     """Stage 3 runs where DeepSpeed is not installed, the others beside it."""
-    expected = json.loads(RECORDED.read_text())[str(stage)]
-    found = start("zerofold", stage, jobs_of(stage), hide=stage == 3)
-    used = found.pop("library")
-    assert used["version"] == "0.19.8+zerofold"
-    assert used["installed"] == (stage != 3 and find_spec("deepspeed") is not None)
-    del expected["library"]
-    compare(found, expected, f"stage {stage}")
-    for job, results in found.items():
-        if "resumed" in results:
-            end = results["losses"][-len(results["resumed"]) :]
-            compare(results["resumed"], end, f"stage {stage} {job}, resumed against uninterrupted")
-        assert results["losses"][-1] < results["losses"][0], f"{job} learned nothing"
+    check("zerofold", stage, FIRST_JOBS[stage], hide=stage == 3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_more_curves_are_those_of_deepspeed(stage: int) -> None:
+    check("zerofold", stage, MORE_JOBS[stage])
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_recording_is_what_deepspeed_gives(stage: int) -> None:
-    expected = json.loads(RECORDED.read_text())[str(stage)]
-    found = start("deepspeed", stage, jobs_of(stage))
-    assert found.pop("library")["installed"]
-    del expected["library"]
-    compare(found, expected, f"stage {stage}")
+    check("deepspeed", stage, FIRST_JOBS[stage])

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerofold.compat.initialize import add_config_arguments, initialize
-
 from zerofold.compat.deepspeed import accelerator, checkpoint, comm, constants, launcher, ops, runtime, utils
 from zerofold.compat.deepspeed.accelerator import get_accelerator
 from zerofold.compat.deepspeed.comm import init_distributed
@@ -19,9 +17,10 @@ from zerofold.compat.deepspeed.refusals import missing
 from zerofold.compat.deepspeed.runtime import zero
 from zerofold.compat.deepspeed.runtime.activation_checkpointing import checkpointing
 from zerofold.compat.deepspeed.runtime.config import DeepSpeedConfigError
-from zerofold.compat.deepspeed.runtime.engine import DeepSpeedEngine
+from zerofold.compat.deepspeed.runtime.engine import DeepSpeedEngine, initialize
 from zerofold.compat.deepspeed.standing_in import install, stand_in_folder
 from zerofold.compat.deepspeed.utils.logging import log_dist, logger
+from zerofold.compat.initialize import add_config_arguments
 
 version = __version__
 

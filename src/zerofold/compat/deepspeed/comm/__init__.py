@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from zerofold.compat.initialize import init_distributed as _init_distributed
 
 from zerofold.compat.deepspeed.accelerator import get_accelerator
 from zerofold.compat.deepspeed.refusals import missing
+from zerofold.compat.initialize import init_distributed as _init_distributed
 
 
 def init_distributed(*args: Any, **kwargs: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from torch import nn
+
 from zerofold.compat.gathered import GatheredParameters
 from zerofold.compat.zero_init import Init
 
