@@ -188,3 +188,15 @@ def weights_come_out_of_a_checkpoint(folder: Path) -> list[Any]:
 
 def test_zero_to_fp32_reads_what_the_engine_wrote(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, weights_come_out_of_a_checkpoint, tmp_path) == [[True, True, 0]] * 2
+
+
+def engine_outlives_its_group() -> bool:
+    engine = an_engine(2)
+    train(engine, 1)
+    dist.destroy_process_group()  # Accelerate's end_training, before free_memory
+    engine.destroy()
+    return not hasattr(engine.module, "_zerofold_engine")
+
+
+def test_an_engine_can_end_after_its_process_group(ranks: Any) -> None:
+    assert ranks(1, engine_outlives_its_group) == [True]
