@@ -1,28 +1,19 @@
-"""Trainer, Accelerate and PEFT on whatever library answers to the name `deepspeed`; the same jobs for both sides.
+"""Trainer, Accelerate and PEFT on whatever library answers to the name `deepspeed`: what one rank does.
 
-    python tests/hugging_face_jobs.py zerofold 3 out.json            # two gloo ranks, the stand-in
-    python tests/hugging_face_jobs.py deepspeed 3 out.json lora      # DeepSpeed from PyPI, one job only
-    python tests/hugging_face_jobs.py record                         # makes tests/data/hugging_face.json again
-
-Nothing here names zerofold but the choice of the folder on the path, so what runs is what a user's script runs.
+Nothing here names zerofold, so what runs is what a user's script runs; hugging_face_runs.py starts the ranks.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-RECORDED = Path(__file__).parent / "data" / "hugging_face.json"
-SOURCE = Path(__file__).parent.parent / "src"
-STAGES = (1, 2, 3)
-RANKS = 2
 VOCABULARY, LENGTH, SAMPLES = 64, 12, 40
 STEPS, SAVE_AT = 6, 3
 LEARNING_RATE = 1e-2
@@ -78,6 +69,14 @@ def config_for(stage: int) -> dict[str, Any]:
     }
 
 
+def config_file(config: dict[str, Any], folder: Path) -> str:
+    """A rank writes its own: the other may be reading just now."""
+    file = folder / f"ds_config-{os.environ['RANK']}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(config))
+    return str(file)
+
+
 def tiny_llama() -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -116,7 +115,7 @@ def arguments(stage: int, folder: Path, **options: Any) -> Any:
     return TrainingArguments(
         **{
             "output_dir": str(folder),
-            "deepspeed": config_for(stage),
+            "deepspeed": config_file(config_for(stage), folder),
             "per_device_train_batch_size": 2,
             "per_device_eval_batch_size": 2,
             "gradient_accumulation_steps": 2,
@@ -229,12 +228,11 @@ def accelerate_job(stage: int, folder: Path) -> dict[str, Any]:
     if "optimizer" in config:
         config["optimizer"] = {**ADAMW, "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
 
-    file = folder / "ds_config.json"
-    file.write_text(json.dumps(config))
+    file = config_file(config, folder)
 
     def prepared() -> tuple[Any, ...]:
         PartialState(cpu=True)  # as above
-        plugin = DeepSpeedPlugin(hf_ds_config=HfTrainerDeepSpeedConfig(str(file)))
+        plugin = DeepSpeedPlugin(hf_ds_config=HfTrainerDeepSpeedConfig(file))
         accelerator = Accelerator(deepspeed_plugin=plugin)
         model = tiny_llama()
         trained = list(model.parameters())
@@ -354,8 +352,6 @@ def barrier() -> None:
 
 def forget() -> None:
     """Accelerate keeps its state in the class; a second Accelerator with another plugin needs a clean one."""
-    import gc
-
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -365,26 +361,8 @@ def forget() -> None:
     gc.collect()
 
 
-def rank_main(stage: int, jobs: list[str], folder: Path) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    for name in jobs:
-        where = folder / name
-        where.mkdir(exist_ok=True)
-        results[name] = JOBS[name](stage, where)
-    results["library"] = library_in_use()
-    if torch.distributed.get_rank() == 0:
-        (folder / "results.json").write_text(json.dumps(results))
-    barrier()
-    torch.distributed.destroy_process_group()
-
-
 def library_in_use() -> dict[str, Any]:
     """Who answered, and whether DeepSpeed could have: it stands further back on the path, or not at all."""
-    from importlib.machinery import PathFinder
-
     import deepspeed
 
     own = str(Path(__file__).parent.parent / "src")
@@ -392,80 +370,21 @@ def library_in_use() -> dict[str, Any]:
     return {"version": deepspeed.__version__, "installed": PathFinder.find_spec("deepspeed", others) is not None}
 
 
-def start(library: str, stage: int, jobs: list[str], *, hide: bool = False, limit_s: float = 300.0) -> dict[str, Any]:
-    """Runs the jobs on two ranks and returns what rank 0 found; an error shows the end of each rank's output.
+def main(names: list[str], folder: Path) -> None:
+    import torch
 
-    hide  runs where DeepSpeed is not installed
-    """
-    with tempfile.TemporaryDirectory(prefix="hugging-face-") as name:
-        folder = Path(name)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environment |= {"WORLD_SIZE": str(RANKS), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        others = without_deepspeed(folder / "packages") if hide else []
-        environment["PYTHONPATH"] = os.pathsep.join([*path_for(library), str(SOURCE), *others])
-        # Without -S the interpreter would add its own packages, and DeepSpeed with them.
-        options = ["-S"] if hide else []
-        command = [sys.executable, *options, __file__, "rank", str(stage), ",".join(jobs), str(folder)]
-        outputs = [folder / f"rank{rank}.txt" for rank in range(RANKS)]
-        processes = []
-        for rank, output in enumerate(outputs):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with output.open("w") as stream:
-                processes.append(
-                    subprocess.Popen(command, env=environment | own, stdout=stream, stderr=subprocess.STDOUT)
-                )
-        try:
-            codes = [process.wait(limit_s) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        if any(codes):
-            said = "\n".join(f"--- rank {rank}: {output.read_text()[-4000:]}" for rank, output in enumerate(outputs))
-            raise AssertionError(f"{library} stage {stage}: exit codes {codes}\n{said}")
-        if os.environ.get("HUGGING_FACE_OUTPUT"):
-            print(outputs[0].read_text())
-        return dict(json.loads((folder / "results.json").read_text()))
-
-
-def without_deepspeed(folder: Path) -> list[str]:
-    """A folder with a link to every installed package but DeepSpeed."""
-    folder.mkdir()
-    for place in [Path(entry) for entry in sys.path if entry.endswith("site-packages")]:
-        for entry in place.iterdir():
-            if not entry.name.startswith(("deepspeed", "zerofold", "__editable__")) and entry.suffix != ".pth":
-                (folder / entry.name).symlink_to(entry)
-    return [str(folder)]
-
-
-def path_for(library: str) -> list[str]:
-    if library == "deepspeed":
-        return []
-    sys.path.insert(0, str(SOURCE))
-    from zerofold.compat.deepspeed import stand_in_folder
-
-    return [str(stand_in_folder())]
-
-
-# The first of a stage run in every test run, the others with `make test-all`.
-FIRST_JOBS = {1: ["trainer"], 2: ["trainer"], 3: ["trainer", "accelerate", "lora", "pretrained"]}
-MORE_JOBS = {1: ["accelerate", "best"], 2: ["accelerate", "lora", "best"], 3: ["best"]}
-
-
-def main() -> None:
-    if sys.argv[1] == "rank":
-        rank_main(int(sys.argv[2]), sys.argv[3].split(","), Path(sys.argv[4]))
-    elif sys.argv[1] == "record":
-        found = {str(stage): start("deepspeed", stage, FIRST_JOBS[stage] + MORE_JOBS[stage]) for stage in STAGES}
-        RECORDED.write_text(json.dumps(found, indent=1) + "\n")
-    else:
-        library, stage, out = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-        jobs = sys.argv[4].split(",") if len(sys.argv) > 4 else FIRST_JOBS[stage]
-        out.write_text(json.dumps(start(library, stage, jobs), indent=1) + "\n")
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name in names:
+        stage, job = name.split("/")
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        results[name] = JOBS[job](int(stage), folder / name)
+    results["library"] = library_in_use()
+    if torch.distributed.get_rank() == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1].split(","), Path(sys.argv[2]))

@@ -1,6 +1,6 @@
 """Trainer, Accelerate and PEFT, unmodified, on the stand-in for deepspeed.
 
-The curves they must give were recorded from DeepSpeed 0.19.8 by `python tests/hugging_face_jobs.py record`, on the CPU
+The curves they must give were recorded from DeepSpeed 0.19.8 by `python tests/hugging_face_runs.py record`, on the CPU
 with two ranks; `make test-all` runs DeepSpeed itself again.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hugging_face_jobs import FIRST_JOBS, MORE_JOBS, RECORDED, STAGES, start
+from hugging_face_runs import ALONE, BESIDE, FURTHER, RECORDED, start
 
 for needed in ("transformers", "accelerate", "peft"):
     pytest.importorskip(needed)
@@ -22,17 +22,16 @@ TOLERANCE = 1e-4
 BF16_TOLERANCE = 2e-3
 
 
-def check(library: str, stage: int, jobs: list[str], *, hide: bool = False) -> None:
-    expected = json.loads(RECORDED.read_text())[str(stage)]
-    found = start(library, stage, jobs, hide=hide)
+def check(library: str, names: list[str], *, hide: bool = False) -> None:
+    expected = json.loads(RECORDED.read_text())
+    found = start(library, names, hide=hide)
     assert found["library"]["version"] == {"zerofold": "0.19.8+zerofold", "deepspeed": "0.19.8"}[library]
     assert found["library"]["installed"] == (not hide and find_spec("deepspeed") is not None)
-    for job in jobs:
-        where = f"stage {stage} {job}"
-        compare(found[job], expected[job], BF16_TOLERANCE if job == "best" else TOLERANCE, where)
-        losses, resumed = found[job]["losses"], found[job].get("resumed", [])
-        compare(resumed, losses[len(losses) - len(resumed) :], TOLERANCE, f"{where} resumed against uninterrupted")
-        assert losses[-1] < losses[0], f"{where} learned nothing"
+    for name in names:
+        compare(found[name], expected[name], BF16_TOLERANCE if name.endswith("best") else TOLERANCE, name)
+        losses, resumed = found[name]["losses"], found[name].get("resumed", [])
+        compare(resumed, losses[len(losses) - len(resumed) :], TOLERANCE, f"{name} resumed against uninterrupted")
+        assert losses[-1] < losses[0], f"{name} learned nothing"
 
 
 def compare(found: Any, expected: Any, tolerance: float, where: str) -> None:
@@ -50,18 +49,18 @@ def compare(found: Any, expected: Any, tolerance: float, where: str) -> None:
         assert abs(found - expected) <= allowed, f"{where}: {found} is not {expected}"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_curves_are_those_of_deepspeed(stage: int) -> None:
-    """Stage 3 runs where DeepSpeed is not installed, the others beside it."""
-    check("zerofold", stage, FIRST_JOBS[stage], hide=stage == 3)
+def test_stages_1_and_2_give_the_curves_of_deepspeed() -> None:
+    check("zerofold", BESIDE)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_more_curves_are_those_of_deepspeed(stage: int) -> None:
-    check("zerofold", stage, MORE_JOBS[stage])
+def test_stage_3_gives_the_curves_of_deepspeed_where_it_is_not_installed() -> None:
+    check("zerofold", ALONE, hide=True)
+
+
+def test_further_curves_are_those_of_deepspeed() -> None:
+    check("zerofold", FURTHER)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_recording_is_what_deepspeed_gives(stage: int) -> None:
-    check("deepspeed", stage, FIRST_JOBS[stage])
+def test_the_recording_is_what_deepspeed_gives() -> None:
+    check("deepspeed", BESIDE + ALONE)

@@ -25,8 +25,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """Every parameter and buffer of a checkpoint that `engine.save_checkpoint(checkpoint_dir)` wrote, on the CPU.
 
     >>> import tempfile, torch, zerofold.compat.deepspeed as deepspeed
-    >>> config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    >>> config = {"train_batch_size": 1, "gradient_clipping": 1.0, "optimizer": {"type": "Adam"}}
     >>> engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 1), config=config)
+    train_batch_size 1 = 1 per rank x 1 accumulated x 1 rank
     >>> folder = tempfile.mkdtemp()
     >>> _ = engine.save_checkpoint(folder)
     >>> sorted(get_fp32_state_dict_from_zero_checkpoint(folder))
