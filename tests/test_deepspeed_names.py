@@ -200,3 +200,17 @@ def engine_outlives_its_group() -> bool:
 
 def test_an_engine_can_end_after_its_process_group(ranks: Any) -> None:
     assert ranks(1, engine_outlives_its_group) == [True]
+
+
+def pad_by_nothing() -> list[Any]:
+    """Transformers does so to the bias of a tied head, in from_pretrained."""
+    torch.manual_seed(dist.get_rank())
+    with stand_in.zero.Init():
+        model = nn.Linear(4, 6)
+    before = zf.full(model.bias)
+    model.bias.data = nn.functional.pad(model.bias.data, (0, 0), "constant", 0)
+    return [type(model.bias).__name__, torch.equal(zf.full(model.bias), before)]
+
+
+def test_a_cut_bias_can_be_padded_by_nothing(ranks: Any) -> None:
+    assert ranks(2, pad_by_nothing) == [["ShardedParameter", True]] * 2
