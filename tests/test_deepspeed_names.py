@@ -66,6 +66,11 @@ import zerofold.compat.deepspeed as ours
 ours.install(); ours.install()
 import deepspeed
 assert deepspeed is ours and sys.path.count(str(ours.stand_in_folder())) == 1
+sys.modules["accelerate.accelerator"] = types.ModuleType("accelerate.accelerator")
+try:
+    ours.install()
+except RuntimeError as error:
+    print(error)
 other = types.ModuleType("deepspeed"); other.__file__ = "elsewhere/deepspeed/__init__.py"
 sys.modules["deepspeed"] = other
 try:
@@ -78,7 +83,9 @@ except RuntimeError as error:
 def test_install_comes_first_or_says_so() -> None:
     done = run(INSTALLED, path=[SOURCE])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("deepspeed is already imported from elsewhere/deepspeed/__init__.py: call zerofold")
+    without, other = done.stdout.splitlines()
+    assert without.startswith("accelerate was imported before and has found no deepspeed: call zerofold.compat")
+    assert other.startswith("deepspeed is already imported from elsewhere/deepspeed/__init__.py: call zerofold.compat")
 
 
 @pytest.mark.parametrize(
