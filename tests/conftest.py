@@ -29,6 +29,7 @@ THOROUGH = [
     r"test_accelerator.py::test_loaders_are_shared_out_as_accelerate_does",
     r"test_bench.py::test_tiny_(memory|precision)_run",
     r"test_launcher.py::test_(no_process_outlives_the_command\[killed\]|slurm_tells)",
+    r"test_hugging_face.py::test_(further_curves|the_recording)",
     r"test_ranks.py::test_(the_least_recently|a_hang_ends|a_world_without|errors_caught|an_error_shows)",
 ]
 

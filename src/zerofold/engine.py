@@ -276,7 +276,7 @@ class Engine:
         self.cache.clear()
         self.pool.clear()
         self.staging = None
-        if self.saving_group is not None:
+        if self.saving_group is not None and dist.is_initialized():
             dist.destroy_process_group(self.saving_group)
         self._end_groups()
 

@@ -95,9 +95,10 @@ def make_control(mesh: DeviceMesh | None, *, overlap: bool) -> Comm:
 
 def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup]) -> None:
     """A group made by its members alone is named after them: made anew, it would find the old one's addresses in the
-    store. So those of a mesh over some of the ranks live on until torch.distributed itself ends.
+    store. So those of a mesh over some of the ranks live on until torch.distributed itself ends. Where it has ended
+    before, which scripts do that clean up in the other order, so have they.
     """
-    if _has_everyone(mesh):
+    if dist.is_initialized() and _has_everyone(mesh):
         for group in groups:
             dist.destroy_process_group(group)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerofold.access import last_step, no_sync
+from zerofold.compat.computed_weights import show_computed_weights
 from zerofold.compat.engine_checkpoints import Checkpoints
 from zerofold.compat.engine_queries import Queries
 from zerofold.compat.reporting import Reporter
@@ -56,6 +57,7 @@ class DeepSpeedEngine(Queries, Checkpoints, nn.Module):
         self._loss: Tensor | None = None
         self._frozen = frozen or []  # by initialize, since the optimizer has them not
         self._reporter = Reporter(settings, model, rank=self.global_rank, world=self.world_size, device=self.device)
+        show_computed_weights(model)
         self._count_to_boundary()
 
     @property

@@ -97,7 +97,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = total_num_steps
+        self.total_num_steps = positive(total_num_steps, "total_num_steps")
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _after_warmup(self, iteration: int) -> float:
@@ -129,7 +129,7 @@ class WarmupCosineLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = total_num_steps
+        self.total_num_steps = positive(total_num_steps, "total_num_steps")
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.warmup_num_steps, self._rise = _warmup(warmup_num_steps, warmup_type)
         self.org_lrs = [float(group["lr"]) for group in torch_optimizer(optimizer).param_groups]

@@ -44,13 +44,14 @@ _WARMUP = {
 SCHEDULES: dict[str, dict[str, Param]] = {
     "WarmupLR": {"warmup_min_lr": Param(_RATE, 0.0), "warmup_max_lr": Param(_RATE, None), **_WARMUP},
     "WarmupDecayLR": {
-        "total_num_steps": Param(whole(1)),
+        # 0 is what the Trainer writes when it only evaluates; a schedule that is used refuses it.
+        "total_num_steps": Param(whole(0)),
         "warmup_min_lr": Param(_RATE, 0.0),
         "warmup_max_lr": Param(_RATE, 0.001),
         **_WARMUP,
     },
     "WarmupCosineLR": {
-        "total_num_steps": Param(whole(1)),
+        "total_num_steps": Param(whole(0)),
         "warmup_min_ratio": Param(number(0.0, most=1.0), 0.0),
         "cos_min_ratio": Param(number(0.0, most=1.0), 0.0001),
         **_WARMUP,

@@ -1,0 +1,67 @@
+"""What DeepSpeed has and the stand-in has not, with the reason, for the message."""
+
+from __future__ import annotations
+
+PACKAGE = "zerofold.compat.deepspeed"
+
+_MODEL_PARALLEL = "pipeline and tensor parallelism are still to come"
+_EXPERTS = "expert parallelism is still to come; experts in the model itself train at every stage"
+_SEQUENCE = "sequence parallelism is still to come"
+_INFERENCE = "zerofold trains; for inference use the model itself, engine.module.generate, or an inference server"
+_KERNELS = "zerofold has no kernels to build"
+_REASONS = {
+    "init_inference": _INFERENCE,
+    "default_inference_config": _INFERENCE,
+    "InferenceEngine": _INFERENCE,
+    "DeepSpeedInferenceConfig": _INFERENCE,
+    "inference": _INFERENCE,
+    "DeepSpeedHybridEngine": _INFERENCE,
+    "runtime.hybrid_engine": _INFERENCE,
+    "tp_model_init": _MODEL_PARALLEL,
+    "set_autotp_mode": _MODEL_PARALLEL,
+    "module_inject": _MODEL_PARALLEL,
+    "runtime.tensor_parallel": _MODEL_PARALLEL,
+    "pipe": _MODEL_PARALLEL,
+    "PipelineModule": _MODEL_PARALLEL,
+    "PipelineEngine": _MODEL_PARALLEL,
+    "runtime.pipe": _MODEL_PARALLEL,
+    "moe": _EXPERTS,
+    "sequence": _SEQUENCE,
+    "runtime.sequence_parallel": _SEQUENCE,
+    "compression": "compression is no part of zerofold",
+    "compile": "compile the model: engine.compile(), or torch.compile on its blocks",
+    "DeepSpeedTransformerLayer": _KERNELS,
+    "DeepSpeedTransformerConfig": _KERNELS,
+    "replace_transformer_layer": _KERNELS,
+    "ops.transformer": _KERNELS,
+    "ops.op_builder": _KERNELS,
+    "ops.sparse_attention": _KERNELS,
+    "ops.aio": "offload to NVMe is still to come",
+    "ops.lamb": "LAMB needs whole tensors and zerofold has none; take AdamW or Lion",
+    "DeepSpeedConfig": "initialize reads and checks the config itself; `zerofold.config` is where it does",
+}
+
+
+def does_not_have(name: str) -> str:
+    """One line: the name as a user of DeepSpeed writes it, and why it is not there.
+
+    >>> does_not_have("zerofold.compat.deepspeed.moe.layer")
+    'deepspeed.moe.layer: the zerofold stand-in does not have it (expert parallelism is still to come; experts in the model itself train at every stage)'
+    >>> does_not_have("deepspeed.anything")
+    'deepspeed.anything: the zerofold stand-in does not have it; what it has is listed under zerofold.compat.deepspeed in the documentation'
+    """  # noqa: E501 (one line is the point)
+    inner = name.removeprefix(PACKAGE).removeprefix("deepspeed").lstrip(".")
+    parts = inner.split(".")
+    for length in range(len(parts), 0, -1):
+        reason = _REASONS.get(".".join(parts[:length]))
+        if reason is not None:
+            return f"deepspeed.{inner}: the zerofold stand-in does not have it ({reason})"
+    return (
+        f"deepspeed.{inner}: the zerofold stand-in does not have it; what it has is listed under "
+        "zerofold.compat.deepspeed in the documentation"
+    )
+
+
+def missing(module: str, name: str) -> AttributeError:
+    """The error for a module's `__getattr__`."""
+    return AttributeError(does_not_have(f"{module}.{name}"), name=name)

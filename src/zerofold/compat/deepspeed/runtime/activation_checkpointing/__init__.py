@@ -1,0 +1,5 @@
+"""Activation checkpointing under DeepSpeed's name."""
+
+from zerofold.compat.deepspeed.runtime.activation_checkpointing import checkpointing
+
+__all__ = ["checkpointing"]
