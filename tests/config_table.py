@@ -21,8 +21,8 @@ refused with the nearest name. "auto" is accepted where the second column says s
 - **refused**: cannot be done, unless it is switched off; the message gives the reason
 - **old**: an earlier name, read as the new one
 
-Offload: the device "cpu" is where the states of a CPU run are anyway; beside an accelerator it is still to come, and the
-states stay there, which is said. "nvme" is refused until it comes.
+Offload: the device "cpu" is where the states of a CPU run are anyway; beside an accelerator it is still to come, and
+the states stay there, which is said. "nvme" is refused until it comes.
 
 | key | "auto" | fate | |
 |---|---|---|---|

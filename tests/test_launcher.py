@@ -323,9 +323,6 @@ def test_slurm_tells_the_hosts_and_starts_the_agents(tmp_path: Path, monkeypatch
     assert sorted(output.splitlines()) == [f"{node} [rank {rank}] node {node} 4" for rank, node in enumerate(nodes)]
 
 
-@pytest.mark.skipif(
-    not (SOURCE / "zerofold/compat/deepspeed").exists(), reason="zerofold.compat.deepspeed is not here yet"
-)
 def test_the_stand_in_is_what_the_ranks_import_as_deepspeed(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import deepspeed; print(deepspeed.__file__)")
     code, output, errors = launch("--num_gpus", "1", "--as-deepspeed", "job.py", cwd=tmp_path)

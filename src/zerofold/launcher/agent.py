@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import logging
 import os
@@ -143,7 +142,9 @@ def _prepare(plan: HostPlan, gpus: int) -> dict[str, Any]:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     _set_interfaces(plan)
     if plan.task.as_deepspeed:
-        stand_in = importlib.import_module("zerofold.compat.deepspeed").stand_in_folder()
+        from zerofold.compat.deepspeed import stand_in_folder  # which takes its time, and few ask for it
+
+        stand_in = stand_in_folder()
         paths = [str(stand_in), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     return {

@@ -34,11 +34,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     ['bias', 'weight']
     >>> engine.destroy()
     """
-    if exclude_frozen_parameters:
-        raise ValueError(
-            "exclude_frozen_parameters=True: a checkpoint does not say which parameters were frozen; write it with "
-            "engine.save_checkpoint(folder, exclude_frozen_parameters=True), and it has none"
-        )
+    _check_frozen(exclude_frozen_parameters)
     contents = _open(checkpoint_dir, tag)
     state = {name: _whole(stored) for name, stored in contents.tensors.items()}
     return state | {alias: state[kept] for alias, kept in contents.aliases.items()}
@@ -62,14 +58,23 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """The weights of a checkpoint as files: safetensors in pieces, or one pytorch_model.bin."""
+    _check_frozen(exclude_frozen_parameters)
     if safe_serialization:
         contents = _open(checkpoint_dir, tag)
         export_contents(contents, output_dir, dtype=torch.float32, max_file_bytes=_bytes(max_shard_size))
         return
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     path = Path(output_dir)
     path.mkdir(parents=True, exist_ok=True)
     torch.save(state, path / "pytorch_model.bin")
+
+
+def _check_frozen(exclude: bool) -> None:
+    if exclude:
+        raise ValueError(
+            "exclude_frozen_parameters=True: a checkpoint does not say which parameters were frozen; write it with "
+            "engine.save_checkpoint(folder, exclude_frozen_parameters=True), and it has none"
+        )
 
 
 def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Contents:
