@@ -175,3 +175,54 @@ def test_launch_on_a_gpu(tmp_path: Path) -> None:
     assert "bias 0.125" in done.stdout
     assert "['--flag']" in done.stdout
     assert "fell" in done.stdout
+
+
+TRAINER = """
+import sys, torch
+from pathlib import Path
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+import deepspeed
+print("library", deepspeed.__version__)
+folder = Path(sys.argv[1])
+config = {
+    "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto",
+    "stage3_gather_16bit_weights_on_model_save": True}, "gradient_clipping": "auto", "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+}
+tokens = [(torch.arange(64) * (i % 2 + 1)) % 97 for i in range(64)]
+samples = [{"input_ids": each, "labels": each} for each in tokens]
+def trainer():
+    arguments = TrainingArguments(
+        folder, max_steps=20, save_steps=10, logging_steps=1, per_device_train_batch_size=8, learning_rate=3e-3,
+        bf16=True, deepspeed=config, report_to=[], gradient_checkpointing=True, lr_scheduler_type="constant")
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=97, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4))
+    return Trainer(model, arguments, train_dataset=samples)
+first = trainer()
+first.train()
+losses = [entry["loss"] for entry in first.state.log_history if "loss" in entry]
+print("losses", losses[0], losses[-1])
+first.save_model(folder / "model")
+LlamaForCausalLM.from_pretrained(folder / "model")
+written = load_file(folder / "model" / "model.safetensors")
+print("device", first.model.device, "saved", written["model.norm.weight"].dtype)
+again = trainer()
+again.train(resume_from_checkpoint=str(folder / "checkpoint-10"))
+resumed = [entry["loss"] for entry in again.state.log_history if "loss" in entry]
+print("fell", losses[-1] < losses[0] - 1, "resumed", max(abs(a - b) for a, b in zip(losses[10:], resumed[10:])) < 1e-3)
+"""
+
+
+@needs_gpu
+def test_the_trainer_on_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINER)
+    command = [sys.executable, "-m", "zerofold", "launch", "--num_gpus", "1", "--as-deepspeed", "train.py", "out"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "zerofold" in done.stdout.partition("library")[2].splitlines()[0]
+    assert "device cuda:0 saved torch.bfloat16" in done.stdout
+    assert "fell True resumed True" in done.stdout, done.stdout[-3000:]
