@@ -78,7 +78,7 @@ def accumulate(stage: int, how: str) -> tuple[float, list[Any]]:
                 with engine.no_sync():
                     engine.backward(engine(*batch))
             elif how == "plain":
-                (engine(*batch) / 3).backward()
+                engine(*batch).backward()  # divided as engine.backward does
             else:
                 engine.backward(engine(*batch))
             if how == "counted" and stage:
@@ -201,15 +201,19 @@ def test_outputs_of_any_shape_can_be_given_gradients(ranks: Any, stage: int) -> 
 
 def combined(stage: int) -> float:
     """A student and a teacher of its own engine, trained by one loss over both."""
-    one, other = engine_on(Pair(), stage), engine_on(make_pair(3), stage)
+    options = {"gradient_accumulation_steps": 2}
+    one, other = engine_on(Pair(), stage, **options), engine_on(make_pair(3), stage, **options)
     plain = [Pair(), make_pair(3)]
-    for seed in (1, 2):
+    for seed in (1, 2, 3, 4):
         loss = (one(inputs(seed)) - other(inputs(seed))).pow(2).mean()
-        one.backward(loss)
+        if seed < 3:
+            one.backward(loss)
+        else:
+            loss.backward()
         one.step()
         other.step()
-        (plain[0](inputs(seed)) - plain[1](inputs(seed))).pow(2).mean().backward()
-        for model in plain:
+        ((plain[0](inputs(seed)) - plain[1](inputs(seed))).pow(2).mean() / 2).backward()
+        for model in plain if seed % 2 == 0 else ():
             averaged(model)
             torch.optim.SGD(model.parameters(), lr=LR).step()
             model.zero_grad()
@@ -363,7 +367,7 @@ def test_training_data_is_shared_out(ranks: Any) -> None:
 
 def go_on(folder: str, stage: int, load_stage: int) -> dict[str, Any]:
     data = list(batches(6))
-    options: dict[str, Any] = {"gradient_accumulation_steps": 1, "scheduler": SCHEDULER}
+    options: dict[str, Any] = {"scheduler": SCHEDULER}
     options["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
     engine = engine_on(make_model(), stage, **options)
     losses = []
@@ -395,6 +399,19 @@ def go_on(folder: str, stage: int, load_stage: int) -> dict[str, Any]:
         found["nothing"] = again.load_checkpoint(f"{folder}/none")
     found["warned"] = [str(each.message) for each in caught]
     found["no such tag"] = raised(again.load_checkpoint, folder, tag="best")
+    del options["scheduler"]
+    without = engine_on(make_model(), load_stage, **options, gradient_accumulation_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        without.load_checkpoint(folder)
+        found["differs"] = [str(each.message) for each in caught]
+        without.load_checkpoint(folder, load_lr_scheduler_states=False)
+        without.backward(without(*data[0]))
+        without.step()
+        without.save_checkpoint(folder, tag="begun")
+        found["begun"] = [str(each.message) for each in caught if "into a step" in str(each.message)]
+    found["another accumulation"] = without.global_steps, without.micro_steps
+    without.destroy()
     again.destroy()
     return found
 
@@ -412,9 +429,13 @@ def test_a_run_goes_on_from_its_checkpoint(ranks: Any, tmp_path: Path, stage: in
         assert each["without schedule"][0] == 3
         assert each["nothing"] == (None, None)
         assert "best" in each["no such tag"]
+        assert each["another accumulation"] == (3, 7)  # three steps of two, and one micro-batch
+    assert len(found[0]["differs"]) == 1
+    assert "1 scheduler(s), and there are 0" in found[0]["differs"][0]
+    assert "1 micro-batch(es) into a step of 2" in found[0]["begun"][0]
     assert "holds no checkpoint" in found[0]["warned"][0]
     kept = json.loads((tmp_path / "run" / "ds_config.resolved.json").read_text())
-    assert kept["train_batch_size"] == 4
+    assert kept["train_batch_size"] == 8  # of the last engine that saved
 
 
 def save_under_two_names(folder: str, rule: str) -> tuple[str | None, list[str]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zerofold as zf
-from zerofold.compat.optimizers import make_optimizer, needs_whole
+from zerofold.compat.optimizers import make_optimizer
 from zerofold.config import ConfigError
 
 
@@ -39,6 +39,15 @@ def test_the_class_and_its_settings(name: str, params: dict[str, Any], expected:
     assert {key: group[key] for key in known} == known
 
 
+def test_what_is_left_out_has_deepspeeds_default() -> None:
+    """Its own Adam decays nothing; torch's AdamW does."""
+    assert make("AdamW", {"lr": 0.1}).defaults["weight_decay"] == 0.0
+    assert make("Adam", {"weight_decay": "auto"}).defaults["weight_decay"] == 0.0
+    assert make("AdamW", {"torch_adam": True}).defaults["weight_decay"] == 0.01
+    lion = make("Lion", {}).defaults
+    assert (lion["lr"], lion["betas"], lion["weight_decay"]) == (1e-3, (0.9, 0.999), 0.0)
+
+
 def test_groups_keep_their_own_settings() -> None:
     model = nn.Linear(4, 4)
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "weight_decay": 0.0}]
@@ -46,9 +55,7 @@ def test_groups_keep_their_own_settings() -> None:
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.2), (0.1, 0.0)]
 
 
-def test_muon_takes_matrices_and_asks_for_whole_parameters() -> None:
-    assert needs_whole("Muon")
-    assert not needs_whole("SGD")
+def test_muon_takes_matrices() -> None:
     assert type(make("Muon", {"lr": 0.1}, nn.Linear(4, 4, bias=False))) is torch.optim.Muon
     with pytest.raises(ConfigError, match=r"1 of 2 parameters are none \(the first has shape \(4,\)\)"):
         make("Muon")

@@ -3,6 +3,7 @@
            in                                   out
 forward    → cast to the compute dtype  … …     cast to the output dtype →
 backward   ← divided by the loss scale  … …     multiplied by the loss scale ←
+           ← times micro-batches        … …     divided by the micro-batches of a step ←     where somebody counts them
 
 So a plain `loss.backward()` sends scaled gradients through the model and nowhere else. Modules that stay in fp32 have
 such a boundary of their own, with casts alone.
@@ -33,6 +34,7 @@ class Boundary:
         self.precision, self.scaler = precision, scaler
         self.shows_masters = False  # whole masters are in the modules: everything computes in their dtype
         self.scales = precision.parameters is torch.float16
+        self.micro_batches: Callable[[], int] | None = None  # of a step, by which gradients that come in are divided
         self.has_frozen = False  # 16-bit parameters without a master
         self._handles: list[RemovableHandle] = []
         self._was_scaled = False  # a gradient came in through the boundary in this backward
@@ -64,8 +66,8 @@ class Boundary:
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of an outermost forward."""
-        compute = self.compute
-        if compute is None:
+        compute, changes = self.compute, self._changes
+        if compute is None and not changes:
             return args, kwargs
         if self.shows_masters and self.has_frozen:
             raise RuntimeError(
@@ -80,9 +82,9 @@ class Boundary:
         def take_in(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point() or isinstance(tensor, ShardedTensor):
                 return tensor
-            if self.scales and tensor.requires_grad and torch.is_grad_enabled():
+            if changes and tensor.requires_grad and torch.is_grad_enabled():
                 tensor = _Scaled.apply(tensor, self._out_of)
-            return tensor.to(compute)
+            return tensor if compute is None else tensor.to(compute)
 
         return map_tensors(take_in, tuple(args)), map_tensors(take_in, dict(kwargs))
 
@@ -91,9 +93,9 @@ class Boundary:
 
         A forward that is recomputed in backward gives its gradient to the graph of the first one.
         """
-        if self.compute is None:
+        if self.compute is None and not self._changes:
             return output
-        scales = self.scales and torch.is_grad_enabled() and not is_recomputed
+        scales = self._changes and torch.is_grad_enabled() and not is_recomputed
         for module in modules if scales else ():
             for name, value in list(vars(module).items()):
                 if isinstance(value, (Tensor, list, tuple, dict)) and not name.startswith("_"):
@@ -105,7 +107,7 @@ class Boundary:
         def give_out(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point() or isinstance(tensor, ShardedTensor):
                 return tensor
-            if self.precision.output_dtype is not None:
+            if self.compute is not None and self.precision.output_dtype is not None:
                 tensor = tensor.to(self.precision.output_dtype)
             return self._scaled(tensor) if scales else tensor
 
@@ -116,17 +118,26 @@ class Boundary:
             _Scaled.apply(tensor, self._into) if tensor.is_floating_point() and tensor.grad_fn is not None else tensor
         )
 
+    @property
+    def _changes(self) -> bool:
+        """Whether gradients are changed on their way in and out."""
+        return self.scales or self.micro_batches is not None
+
+    @property
+    def _factor(self) -> float:
+        return self.scaler.value / (1 if self.micro_batches is None else self.micro_batches())
+
     def _into(self, gradient: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
+        if self.scales and torch.is_grad_enabled():
             raise RuntimeError(
                 "backward with create_graph=True goes through the model twice, and an fp16 loss scale fits only one of "
                 "the two: use precision='bf16' for gradients of gradients"
             )
         self._was_scaled = True
-        return gradient * self.scaler.value
+        return gradient * self._factor
 
     def _out_of(self, gradient: Tensor) -> Tensor:
-        return gradient / self.scaler.value
+        return gradient / self._factor
 
     def check_scaled(self) -> None:
         """A gradient has reached a parameter."""

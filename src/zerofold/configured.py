@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,12 @@ from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.optim.cost import update_cost
 from zerofold.optim.probe import why_not_elementwise
 
+# They speak of what happens in a step, and without an engine there is nobody to tell.
+_OF_THE_ENGINE = (
+    *("tensorboard", "csv_monitor", "wandb", "flops_profiler", "comms_logger", "checkpoint"),
+    *("wall_clock_breakdown", "memory_breakdown", "steps_per_print"),
+)
+
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -27,15 +34,20 @@ def configured(config: Config, model: nn.Module, optimizer: torch.optim.Optimize
     real = next((p.device for p in model.parameters() if not p.is_meta), None)
     device = real or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     settings = resolve(read(config), world=dist.get_world_size(), device=device, model=model)
-    announce(settings, optimizer)
+    announce(settings, optimizer, has_engine=False)
     return settings
 
 
-def announce(settings: Settings, passed: torch.optim.Optimizer | None = None) -> None:
-    """Once, on rank 0: the batch, what "auto" became, and what has another form here."""
+def announce(settings: Settings, passed: torch.optim.Optimizer | None = None, *, has_engine: bool = True) -> None:
+    """Once, on rank 0: the batch, what "auto" became, what has another form here, and what only an engine does."""
     if dist.get_rank() != 0:
         return
     lines = settings.table()
+    left = [] if has_engine else [name for name in _OF_THE_ENGINE if settings.resolved.get(name)]
+    if left:
+        lines.append(f"{', '.join(left)}: only the engine of zf.initialize does this; nothing comes of it here")
+    if settings.dump_state:
+        lines.append(json.dumps(settings.resolved, indent=2, default=str))
     if settings.optimizer is not None and passed is not None:
         name = type(passed).__name__
         lines.append(f"optimizer: the {name} that was passed counts, not the {settings.optimizer.type} of the config")

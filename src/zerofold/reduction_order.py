@@ -120,6 +120,8 @@ class ReductionOrder:
         """Warns, once, when gradients were reduced and thrown away and no parameter changed in between."""
         if self._warned or self._versions_at_reduction is None or not self.row.optimizer.is_cut:
             return
+        if self.steps:  # an optimizer is attached and steps: gradients may be wanted elsewhere, as a generator's are
+            return
         if [slab.shard._version for slab in self._order] != self._versions_at_reduction:
             self._versions_at_reduction = None
         elif all(face.grad is None for slab in self._order for face in slab.faces):

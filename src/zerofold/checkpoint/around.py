@@ -16,21 +16,21 @@ from zerofold.checkpoint.together import together
 from zerofold.comm import Comm
 from zerofold.engine import Engine
 
+
+class SchedulersDifferError(CheckpointError):
+    """There are more or fewer schedulers than there were; nothing has been changed yet."""
+
+
 Change = tuple[Callable[[], None], Callable[[], None]]
 """Something to do, and how to undo it."""
 
 
 def changes_around(
-    engine: Engine, contents: Contents, given: list[Any], data: Any, optimizers: list[torch.optim.Optimizer]
+    engine: Engine, contents: Contents, given: list[Any] | None, data: Any, optimizers: list[torch.optim.Optimizer]
 ) -> list[Change]:
-    """With no optimizer, only what was asked for by name."""
+    """With no optimizer, only what was asked for by name. With None in place of schedulers, all of them stay."""
     saved, control = contents.plain.get("schedulers"), engine.groups.control
-    schedulers = [*engine.schedulers, *given] if optimizers else given
-    if saved is not None and (len(saved) != len(schedulers) if optimizers else len(saved) < len(given)):
-        raise CheckpointError(
-            f"{contents.where} holds the state of {len(saved)} scheduler(s), and there are {len(schedulers)} here: "
-            "give those that it was saved with as scheduler= (or to zf.attach)"
-        )
+    schedulers = _schedulers(engine, given, optimizers)
     loaded = (saved or [])[-len(schedulers) :] if schedulers else []
     found = [_restoring(scheduler, state) for scheduler, state in zip(schedulers, loaded, strict=False)]
     if optimizers and contents.plain.get("scaler") is not None:
@@ -43,6 +43,25 @@ def changes_around(
     if data is not None:
         found.append(_restoring(data, _position(contents, data, control.rank, control.size)))
     return found
+
+
+def check_schedulers(
+    engine: Engine, contents: Contents, given: list[Any] | None, optimizers: list[torch.optim.Optimizer]
+) -> None:
+    saved, here = contents.plain.get("schedulers"), _schedulers(engine, given, optimizers)
+    if given is None or saved is None:
+        return
+    if len(saved) != len(here) if optimizers else len(saved) < len(here):
+        raise SchedulersDifferError(
+            f"{contents.where} holds the state of {len(saved)} scheduler(s), and there are {len(here)} here: "
+            "give those that it was saved with as scheduler= (or to zf.attach), or scheduler=False to leave them"
+        )
+
+
+def _schedulers(engine: Engine, given: list[Any] | None, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+    if given is None:
+        return []
+    return [*engine.schedulers, *given] if optimizers else given
 
 
 def _restoring(target: Any, state: Any) -> Change:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zerofold.checkpoint import states
-from zerofold.checkpoint.around import all_or_nothing, changes_around
+from zerofold.checkpoint.around import all_or_nothing, changes_around, check_schedulers
 from zerofold.checkpoint.collect import Optimizers, listed, optimizers_of
 from zerofold.checkpoint.contents import CheckpointError, Contents
 from zerofold.checkpoint.files import DamagedError, threads_here
@@ -49,7 +49,7 @@ def load(
     ranks is the same, each gets its random generators back; otherwise those ranks that were there do. Gradients are
     cleared. A checkpoint that is damaged or does not fit leaves everything as it was.
 
-    scheduler, data   as given to zf.save
+    scheduler, data   as given to zf.save; scheduler=False leaves all schedulers as they are
     strict            False: what the model or the checkpoint has alone is left out, with a warning
 
     >>> import tempfile, torch, zerofold as zf
@@ -66,7 +66,7 @@ def load(
     if engine.is_swapped or engine.schedule.holders:
         raise RuntimeError("zf.load inside `with zf.full_params(model)` or `average.swapped()`: leave it first")
     control, optimizers = engine.groups.control, optimizers_of(engine, optimizer)
-    given = listed(scheduler)
+    given = None if scheduler is False else listed(scheduler)
     found = together(control, lambda: candidates(Path(path)) if control.rank == 0 else [])
     folders = control.all_gather_objects(found)[0] or [Path(path)]
     damaged: list[str] = []
@@ -82,6 +82,7 @@ def load(
         warnings.warn(f"{damaged[0]}. Going on with {contents.where}, which is whole", stacklevel=2)
     for line in plan.warnings if control.rank == 0 else ():
         warnings.warn(line, stacklevel=2)
+    check_schedulers(engine, contents, given, optimizers)
     engine.settle()
     all_or_nothing(control, partial(changes_around, engine, contents, given, data, optimizers))
     together(control, lambda: _fill(plan))

@@ -70,7 +70,8 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         return {"$dict": [[encode(key, where, tensors), item] for key, item in pairs]}
     raise TypeError(
         f"{where} is a {type(value).__name__}: checkpoints hold plain data (numbers, text, bytes, lists, tuples, "
-        "dicts, tensors, numpy arrays), so that nothing is executed on load"
+        "dicts, tensors, numpy arrays), so that nothing is executed on load: turn it into such, as vars(args) and "
+        "str(path) do"
     )
 
 

@@ -57,5 +57,5 @@ def options_of(
             f"{_STEPS}={accumulate}, but the config comes to {settings.accumulate}: leave one of them out"
         )
     passed = optimizers[0] if optimizers else None
-    announce(settings, passed)
+    announce(settings, passed, has_engine=False)
     return Found({**shard_arguments(settings, passed), "clip": settings.clip}, settings.accumulate, settings)

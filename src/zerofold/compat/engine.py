@@ -2,7 +2,7 @@
 
     for batch in loader:
         loss = engine(batch)
-        engine.backward(loss)     divided by gradient_accumulation_steps
+        engine.backward(loss)     or loss.backward(): divided by gradient_accumulation_steps
         engine.step()             counts; at the boundary: update, clear, advance the schedule
 
 Everything below is zf.shard and zf.attach. The model in `engine.module` is the user's own object, so plain
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,10 @@ from zerofold.prepare import close
 
 class DeepSpeedEngine(Queries, Checkpoints, nn.Module):
     """What `zf.initialize` returns first; see there."""
+
+    # Under way in this process. A loss may go through several engines, and the one that runs its backward has divided
+    # it for all of them. The backward itself runs in threads of torch's, which have no other place in common.
+    backwards: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class DeepSpeedEngine(Queries, Checkpoints, nn.Module):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self.is_compiled = False
+        self._compiled: list[nn.Module] = []
         self._batch = (settings.train_batch, settings.micro_batch, settings.accumulate)
         self._boundary: bool | None = None  # set by hand
         self._was_applied = self._is_stepping = False
@@ -75,8 +80,8 @@ class DeepSpeedEngine(Queries, Checkpoints, nn.Module):
         return outputs
 
     def scale(self, loss: Tensor) -> Tensor:
-        """For `engine.scale(loss).backward()`. With fp16 the gradient is scaled where it enters the model, so the loss
-        stays as it is, and plain `loss.backward()` is right as well.
+        """For `engine.scale(loss).backward()`. Gradients are scaled where they enter the model, so the loss stays as it
+        is, and plain `loss.backward()` is the same.
         """
         self._check_trains("scale")
         _check_loss(loss)
@@ -85,16 +90,24 @@ class DeepSpeedEngine(Queries, Checkpoints, nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of a scalar loss, divided by gradient_accumulation_steps; returns the loss so divided.
 
-        Plain `loss.backward()` works as well and divides nothing, as in torch.
+        Plain `loss.backward()` does the same: gradients are divided where they enter the model.
         """
         self._check_trains("backward")
         _check_loss(loss)
         self._loss = loss.detach()
         divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         self._reporter.before_backward()
-        divided.backward(retain_graph=retain_graph)
+        DeepSpeedEngine.backwards += 1
+        try:
+            divided.backward(retain_graph=retain_graph)
+        finally:
+            DeepSpeedEngine.backwards -= 1
         self._reporter.after_backward()
         return divided
+
+    def _micro_batches(self) -> int:
+        """By what a gradient that enters the model is to be divided: nothing, where a loss was divided already."""
+        return 1 if DeepSpeedEngine.backwards else self.gradient_accumulation_steps()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts a micro-batch; at the boundary it updates, clears the gradients and advances the schedule."""
@@ -157,6 +170,7 @@ class DeepSpeedEngine(Queries, Checkpoints, nn.Module):
 
     def _count_to_boundary(self) -> None:
         """Gradients that stay whole are reduced by the last backward of a step alone."""
+        self._core.boundary.micro_batches = self._micro_batches if self.gradient_accumulation_steps() > 1 else None
         self._core.reductions.ends_step = self.is_gradient_accumulation_boundary()
 
     @contextmanager
@@ -202,7 +216,8 @@ class DeepSpeedEngine(Queries, Checkpoints, nn.Module):
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
         """Compiles the forward of every unit; gathering and reducing stay outside of the graphs."""
         for unit in self._core.units:
-            if unit.module is not self.module or len(self._core.units) == 1:
+            if not self.is_compiled and (unit.module is not self.module or len(self._core.units) == 1):
+                self._compiled.append(unit.module)
                 unit.module.forward = torch.compile(unit.module.forward, backend=backend, **(compile_kwargs or {}))
         self.is_compiled = True
 
@@ -211,6 +226,8 @@ class DeepSpeedEngine(Queries, Checkpoints, nn.Module):
         self._reporter.close()
         if Engine.is_on(self.module):
             close(self.module, gather=False)
+        for module in self._compiled:
+            vars(module).pop("forward", None)  # the class has its own
         for parameter in self._frozen:
             parameter.requires_grad_(True)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerofold.checkpoint.around import SchedulersDifferError
 from zerofold.checkpoint.contents import CheckpointError, numel
 from zerofold.checkpoint.from_dcp import is_dcp
 from zerofold.checkpoint.from_deepspeed import is_deepspeed
@@ -27,7 +28,7 @@ from zerofold.checkpoint.whole import live_tensors
 from zerofold.config import Settings
 from zerofold.engine import Engine
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 RESOLVED = "ds_config.resolved.json"
 _OURS = "engine"  # beside client_state in what a checkpoint holds for us
 
@@ -39,6 +40,12 @@ class Checkpoints:
     settings: Settings
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
+    micro_steps: int
+    global_steps: int
+    _boundary: bool | None
+
+    def gradient_accumulation_steps(self) -> int:
+        raise NotImplementedError
 
     def save_checkpoint(
         self,
@@ -54,6 +61,7 @@ class Checkpoints:
         """
         if not save_dir:
             raise ValueError(f"save_dir={save_dir!r} must name a folder for checkpoints")
+        self._tell_of_unfinished_step()
         counters = {name: getattr(self, name) for name in _COUNTERS}
         extra = {_OURS: counters, "client_state": dict(client_state or {})}
         save(
@@ -96,21 +104,19 @@ class Checkpoints:
                 warnings.warn(f"{folder} holds no checkpoint: nothing was loaded", stacklevel=2)
             return None, None
         path = folder if tag is None else folder / str(tag)
-        with_optimizer = load_optimizer_states and not load_module_only
-        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
-        if scheduler is None and with_optimizer and self.lr_scheduler is not None:
-            scheduler = _Unchanged()
-        extra = load(
-            self.module,
-            self.optimizer if with_optimizer else None,
-            path,
-            scheduler=scheduler,
-            strict=load_module_strict,
-        )
+        optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else False
+        try:
+            extra = load(self.module, optimizer, path, scheduler=scheduler, strict=load_module_strict)
+        except SchedulersDifferError as differs:
+            extra = load(self.module, optimizer, path, scheduler=False, strict=load_module_strict)
+            if dist.get_rank() == 0:
+                warnings.warn(f"{differs}. The rest was loaded", stacklevel=2)
         counters, client_state = _parted(extra)
         if not load_module_only:
             for name in _COUNTERS:
                 setattr(self, name, int(counters.get(name, getattr(self, name))))
+            self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # whole steps, whatever was saved
             self._count_to_boundary()
         latest = named_latest(folder)
         return str(folder / latest if tag is None and latest is not None else path), client_state
@@ -118,17 +124,26 @@ class Checkpoints:
     def _count_to_boundary(self) -> None:
         raise NotImplementedError
 
+    def _tell_of_unfinished_step(self) -> None:
+        begun = self.micro_steps % self.gradient_accumulation_steps()
+        if begun and self._boundary is None and dist.get_rank() == 0:
+            warnings.warn(
+                f"the checkpoint is taken {begun} micro-batch(es) into a step of {self.gradient_accumulation_steps()}; "
+                "their gradients are not in it, and a run that goes on from it begins that step anew",
+                stacklevel=3,
+            )
+
     def _agreed(self, tag: str) -> str:
         """Rank 0's tag, and what the config says about ranks that name another."""
         tags = Engine.of(self.module).groups.control.all_gather_objects(tag)
         others = {rank: other for rank, other in enumerate(tags) if other != tags[0]}
-        if others and self.settings.checkpoint.tag_validation != "Ignore":
+        if others and self.settings.tag_validation != "Ignore":
             rank, other = next(iter(others.items()))
             message = (
                 f"the ranks name different checkpoints: rank 0 '{tags[0]}', rank {rank} '{other}'. A tag must be the "
                 "same on all ranks"
             )
-            if self.settings.checkpoint.tag_validation == "Fail":
+            if self.settings.tag_validation == "Fail":
                 raise ValueError(f"{message} (checkpoint.tag_validation is 'Fail')")
             if dist.get_rank() == 0:
                 warnings.warn(f"{message}; it is saved as '{tags[0]}'", stacklevel=3)
@@ -233,13 +248,3 @@ def _parted(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return extra[_OURS], extra["client_state"]
     counters = {name: extra[name] for name in _COUNTERS if name in extra}
     return counters, {name: value for name, value in extra.items() if name not in counters}
-
-
-class _Unchanged:
-    """In the place of a scheduler whose state is not to be loaded."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass

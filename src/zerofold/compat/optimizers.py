@@ -14,17 +14,8 @@ from zerofold.config.kinds import AUTO
 from zerofold.optim.lion import Lion
 
 _ADAMS = ("Adam", "AdamW")
+_DEFAULTS_OF_ITS_OWN = (*_ADAMS, "Lion")  # other than torch's, or zerofold's
 _DEEPSPEED_ONLY = ("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states", "set_grad_none")
-_BY_MATRIX = ("Muon", "Adafactor")
-
-
-def needs_whole(name: str) -> bool:
-    """Whether the optimizer must see whole parameters: then zf.shard needs cut="whole".
-
-    >>> needs_whole("Muon"), needs_whole("adamw")
-    (True, False)
-    """
-    return optimizer_name(name) in _BY_MATRIX
 
 
 def make_optimizer(
@@ -50,8 +41,11 @@ def make_optimizer(
     zerofold.config.errors.ConfigError: optimizer.params.learning_rate: 0.0001 is given, ... did you mean "lr"?
     """
     name = optimizer_name(name)
-    given = check_params(params or {}, optimizer_params(name), "optimizer.params")
+    known = optimizer_params(name, of_torch=(params or {}).get("torch_adam") is True)
+    given = check_params(params or {}, known, "optimizer.params")
     kept = {key: value for key, value in given.items() if value != AUTO and key not in _DEEPSPEED_ONLY}
+    if name in _DEFAULTS_OF_ITS_OWN:
+        kept = {key: known[key].default for key in ("lr", "betas", "weight_decay")} | kept
     if "betas" in kept:
         kept["betas"] = tuple(kept["betas"])
     groups = list(model_parameters)

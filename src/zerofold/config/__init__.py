@@ -5,7 +5,6 @@ from zerofold.config.keys import Note
 from zerofold.config.reading import read
 from zerofold.config.resolving import resolve
 from zerofold.config.settings import (
-    CheckpointSettings,
     CommsLogger,
     Component,
     FileMonitor,
@@ -16,7 +15,6 @@ from zerofold.config.settings import (
 )
 
 __all__ = [
-    "CheckpointSettings",
     "CommsLogger",
     "Component",
     "ConfigError",

@@ -92,12 +92,12 @@ _ADAM_EXTRAS = {
     "torch_adam": Param(FLAG, False),
     "adam_w_mode": Param(FLAG, True),
     "bias_correction": Param(Kind("true, since torch's Adam always corrects the bias", _true), True),
-    "fp32_optimizer_states": Param(FLAG, True),
-    "set_grad_none": Param(FLAG, True),
+    "fp32_optimizer_states": Param(Kind("true; 16-bit moments are zf.Precision(moments=torch.bfloat16)", _true), True),
+    "set_grad_none": Param(Kind("true, since cleared gradients are always None", _true), True),
 }
 _LION = {
-    "lr": Param(number(0.0), 1e-4),
-    "betas": Param(list_of(number(0.0, most=1.0), 2), (0.9, 0.99)),
+    "lr": Param(number(0.0), 1e-3),
+    "betas": Param(list_of(number(0.0, most=1.0), 2), (0.9, 0.999)),
     "weight_decay": Param(number(0.0), 0.0),
 }
 _COMPRESSED = "it sends compressed gradients, and zerofold sends them as they are; use AdamW"
@@ -141,13 +141,23 @@ def optimizer_name(name: Any, path: str = "optimizer.type") -> str:
     return name
 
 
-def optimizer_params(name: str) -> dict[str, Param]:
-    """The parameters of an optimizer, by the name that `optimizer_name` gave."""
+def optimizer_params(name: str, *, of_torch: bool = False) -> dict[str, Param]:
+    """The parameters of an optimizer, by the name that `optimizer_name` gave, with DeepSpeed's defaults.
+
+    They are torch's but for its own Adam and Lion; `of_torch` is the config's torch_adam.
+
+    >>> optimizer_params("AdamW")["weight_decay"].default
+    0.0
+    """
     if name == "Lion":
         return _LION
     signature = inspect.signature(getattr(torch.optim, name).__init__).parameters
     own = {key: Param(_kind(key, it.default), it.default) for key, it in signature.items() if key not in _NOT_PARAMS}
-    return {**own, **_ADAM_EXTRAS} if name in ("Adam", "AdamW") else own
+    if name not in ("Adam", "AdamW"):
+        return own
+    if not of_torch:
+        own["weight_decay"] = own["weight_decay"]._replace(default=0.0)
+    return {**own, **_ADAM_EXTRAS}
 
 
 def scheduler_params(name: Any, path: str = "scheduler.type") -> dict[str, Param]:
@@ -191,12 +201,13 @@ def resolve_optimizer(checked: Checked) -> Component | None:
             raise wrong("optimizer.type", None, 'name one, such as "AdamW"')
         return None
     name = optimizer_name(checked["optimizer.type"])
-    params = optimizer_params(name)
-    given = check_params(checked["optimizer.params"] or {}, params, "optimizer.params")
+    given = checked["optimizer.params"] or {}
+    params = optimizer_params(name, of_torch=given.get("torch_adam") is True)
+    given = check_params(given, params, "optimizer.params")
     for key in [key for key, value in given.items() if value == AUTO]:
         default = params[key].default
         given[key] = list(default) if isinstance(default, tuple) else default
-        checked.settle(f"optimizer.params.{key}", given[key], f"torch's default of {name}")
+        checked.settle(f"optimizer.params.{key}", given[key], f"the default of {name}")
     return Component(checked["optimizer.type"], given)
 
 

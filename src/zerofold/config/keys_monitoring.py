@@ -35,7 +35,9 @@ MONITORING: dict[str, Spec] = {
     "wall_clock_breakdown": honoured(FLAG, False),
     "memory_breakdown": honoured(FLAG, False),
     "dump_state": honoured(FLAG, False),
-    "log_level": honoured(choice("debug", "info", "warning", "error", "critical")),
+    "log_level": mapped(
+        choice("debug", "info", "warning", "error", "critical"), "there is little to say, and it is always said"
+    ),
     "timers": Section(
         {
             "throughput": Section(

@@ -79,8 +79,10 @@ CHECKPOINTS: dict[str, Spec] = {
     "checkpoint": Section(
         {
             "tag_validation": honoured(choice("Ignore", "Warn", "Fail"), "Warn"),
-            "load_universal": honoured(FLAG, False),
-            "use_node_local_storage": honoured(FLAG, False),
+            "load_universal": mapped(FLAG, "every checkpoint loads anywhere, universal or not", False, silent=(False,)),
+            "use_node_local_storage": mapped(
+                FLAG, "each rank writes its own file, into a folder that all ranks must see", False, silent=(False,)
+            ),
             "parallel_write": Section(
                 {"pipeline_stage": mapped(FLAG, "every rank writes its own part", False, silent=(False,))},
                 example='{"pipeline_stage": false}',

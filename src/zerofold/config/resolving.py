@@ -19,7 +19,6 @@ from zerofold.config.keys import Note, Old, Section
 from zerofold.config.keys_training import TABLE
 from zerofold.config.kinds import AUTO
 from zerofold.config.settings import (
-    CheckpointSettings,
     CommsLogger,
     FileMonitor,
     FlopsProfiler,
@@ -82,12 +81,7 @@ def resolve(
         overlap=True if overlap is None else overlap,
         activation_checkpointing=checked.section("activation_checkpointing"),
         gather_16bit_on_save=checked["zero_optimization.stage3_gather_16bit_weights_on_model_save"],
-        checkpoint=CheckpointSettings(
-            checked["checkpoint.tag_validation"],
-            checked["checkpoint.load_universal"],
-            checked["checkpoint.use_node_local_storage"],
-            checked["checkpoint.parallel_write.pipeline_stage"],
-        ),
+        tag_validation=checked["checkpoint.tag_validation"],
         dataloader_drop_last=checked["dataloader_drop_last"],
         monitors=_monitors(checked),
         steps_per_print=_steps_per_print(checked),
@@ -95,13 +89,8 @@ def resolve(
         memory_breakdown=checked["memory_breakdown"],
         throughput=checked["timers.throughput.enabled"],
         dump_state=checked["dump_state"],
-        log_level=checked["log_level"],
         flops_profiler=_flops_profiler(checked),
         comms_logger=_comms_logger(checked),
-        prescale_gradients=checked["prescale_gradients"],
-        gradient_predivide_factor=checked["gradient_predivide_factor"],
-        zero_allow_untested_optimizer=checked["zero_allow_untested_optimizer"],
-        zero_force_ds_cpu_optimizer=checked["zero_force_ds_cpu_optimizer"],
         device_type=device.type,
         world=world,
         notes=checked.notes,

@@ -62,15 +62,6 @@ class CommsLogger:
     """Those to be shown; empty for all."""
 
 
-@dataclass(frozen=True)
-class CheckpointSettings:
-    tag_validation: str
-    """ "Ignore", "Warn" or "Fail" where the ranks' tags differ."""
-    load_universal: bool
-    use_node_local_storage: bool
-    parallel_write: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """A config resolved for one model, one device and a number of ranks.
@@ -105,7 +96,8 @@ class Settings:
     overlap: bool
     activation_checkpointing: Mapping[str, Any]
     gather_16bit_on_save: bool
-    checkpoint: CheckpointSettings
+    tag_validation: str
+    """ "Ignore", "Warn" or "Fail" where the ranks name a checkpoint differently."""
     dataloader_drop_last: bool
     monitors: tuple[FileMonitor | WandbMonitor, ...]
     steps_per_print: int | None
@@ -113,13 +105,8 @@ class Settings:
     memory_breakdown: bool
     throughput: bool
     dump_state: bool
-    log_level: str | None
     flops_profiler: FlopsProfiler | None
     comms_logger: CommsLogger | None
-    prescale_gradients: bool
-    gradient_predivide_factor: float
-    zero_allow_untested_optimizer: bool
-    zero_force_ds_cpu_optimizer: bool
     device_type: str
     world: int
     notes: list[Note] = field(default_factory=list)
