@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
@@ -59,7 +59,8 @@ class Hooks:
         self._unit_of: dict[nn.Module, Unit] = {}  # units themselves, and modules that hold their parameters
         # The same two on all modules: with others on each block, torch.compile would make a graph for each.
         self._inner_hooks = _InnerHook(self._before_inner), _InnerHook(self._after_inner)
-        self._root_hooks = _UnitHook(self._before_inner), _UnitHook(self._after_inner)
+        hook = _unit_hook()
+        self._root_hooks = hook(self._before_inner), hook(self._after_inner)
         self._running: list[_UnitCall] = []  # forwards under way, innermost last
         self._inner_call: nn.Module | None = None  # a module inside a unit that the user has called
         self._outermost: set[Unit] = set()  # units that the user called himself, last time
@@ -90,9 +91,10 @@ class Hooks:
             return self._after_forward(unit, output)
 
         self._unit_of[unit.module] = unit
-        self._handles.append(unit.module.register_forward_pre_hook(_UnitHook(before), prepend=True, with_kwargs=True))
+        hook = _unit_hook()
+        self._handles.append(unit.module.register_forward_pre_hook(hook(before), prepend=True, with_kwargs=True))
         # always_call: a forward that raises, or a recomputation stopped early, must not stay "in use".
-        self._handles.append(unit.module.register_forward_hook(_UnitHook(after), always_call=True))
+        self._handles.append(unit.module.register_forward_hook(hook(after), always_call=True))
 
     def install_on(self, unit: Unit, slab: Slab) -> None:
         self._modules.clear()
@@ -321,10 +323,14 @@ class _InnerHook:
         raise RuntimeError(PICKLING)
 
 
-class _UnitHook(_InnerHook):
-    """The same, out of the sight of torch.compile."""
+@cache
+def _unit_hook() -> type[_InnerHook]:
+    """The same, out of the sight of torch.compile. Made when a model is there: the compiler takes long to load."""
 
-    __call__ = _untraced(_InnerHook.__call__)
+    class UnitHook(_InnerHook):
+        __call__ = _untraced(_InnerHook.__call__)
+
+    return UnitHook
 
 
 @dataclasses.dataclass(eq=False)

@@ -74,15 +74,6 @@ class ShardedTensor(torch.Tensor):
         """
         self._whole = whole
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """There is no memory with this shape, and who asks for it is mostly about to write it to a file."""
-        if self._whole is None:
-            raise RuntimeError(
-                f"'{self._spec.name}' is cut over ranks and has no memory of its own: write weights with zf.export or "
-                "zf.save, or hand over whole ones, as zf.full(tensor) gives them"
-            )
-        return self._whole.untyped_storage()
-
     @property
     def data(self) -> Tensor:
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
