@@ -52,8 +52,8 @@ def fully_shard(
 
     The same module comes back, with the methods of `FSDPModule`. The outermost is sharded at its first use: when its
     parameters, its state dict or its forward are asked for. The optimizer is built from `model.parameters()`, or in
-    groups from those of its modules. `torch.nn.utils.clip_grad_norm_` works on them, and `zf.clip_grad_norm_(model, norm)` does
-    the same in one communication. The arguments are torch's. What differs:
+    groups from those of its modules. `torch.nn.utils.clip_grad_norm_` works on them, and
+    `zf.clip_grad_norm_(model, norm)` does the same in one communication. The arguments are torch's. What differs:
 
     module                 of a list, each module is gathered by itself
     mesh                   of one dimension, or of two (groups × ranks in a group) for copies across groups; the whole
