@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from contextlib import nullcontext
+from multiprocessing import current_process
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +44,9 @@ class Stream(IterableDataset[int]):
         self.length = length
 
     def __iter__(self) -> Any:
-        return iter(range(self.length))
+        worker = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(first, self.length, step))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -220,6 +224,36 @@ def test_metrics_see_every_sample_once(ranks: Any, streamed: bool, shuffle: bool
     assert first["length"] is not False
 
 
+def seen_through_workers() -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Each worker fills up its own last batch: 11 samples of one, 10 of the other, for two ranks."""
+    # The tests' ranks are daemons, which may have no children; ranks that users start are not.
+    current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    try:
+        return _seen_through_workers()
+    finally:
+        current_process()._config["daemon"] = True  # type: ignore[attr-defined]
+
+
+def _seen_through_workers() -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Stream(21), batch_size=4, num_workers=2, multiprocessing_context="fork"))
+    found = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+    rest = accelerator.skip_first_batches(loader, 3)
+    last = [accelerator.gather_for_metrics(batch).tolist() for batch in rest]
+    singles = accelerator.prepare(DataLoader(Stream(3), batch_size=None, num_workers=1, multiprocessing_context="fork"))
+    return found, [accelerator.gather_for_metrics(torch.tensor([x])).tolist() for x in singles], last
+
+
+def test_metrics_see_every_sample_once_through_workers(ranks: Any) -> None:
+    first, second = ranks(2, seen_through_workers)
+    batches, singles, last = first
+    assert first == second
+    assert [len(batch) for batch in batches] == [8, 8, 3, 2]
+    assert sorted(index for batch in batches for index in batch) == list(range(21))
+    assert singles == [[0, 1], [2]]
+    assert last == batches[3:]
+
+
 def train_part(folder: str, steps: int, *, resume: bool, stage: int, save_at: int | None) -> list[Any]:
     """Losses and samples of two epochs of five batches, from a checkpoint on or from the beginning."""
     torch.manual_seed(5)
@@ -309,6 +343,78 @@ def test_small_calls(ranks: Any, tmp_path: Path) -> None:
     assert first == second == {"first": True, "mean": 1.0, "sum": 4, "file": True, "same model": True}
 
 
+def two_models(together: bool) -> tuple[list[torch.Tensor], float]:
+    """DreamBooth's loop: clipped as one, with an optimizer each or as one model of two."""
+    accelerator = Accelerator(stage=3, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 4), nn.Linear(4, 1)]
+    criterion = nn.MSELoss()
+    around = nn.ModuleDict({"unet": models[0], "text": models[1]})
+    trained: list[nn.Module] = [around] if together else list(models)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in trained]
+    prepared = accelerator.prepare(*trained, criterion, *optimizers)
+    optimizers, norm = list(prepared[len(trained) + 1 :]), 0.0
+    data = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for x in data:
+        with accelerator.accumulate(*models, criterion):
+            accelerator.backward(criterion(models[1](models[0](x)), torch.ones(2, 1)))
+            if accelerator.sync_gradients:
+                parameters = [p for model in models for p in model.parameters()]
+                norm = float(accelerator.clip_grad_norm_(parameters, 0.1))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = [zf.full(p) for model in models for p in model.parameters()]
+    accelerator.free_memory()
+    return found, norm
+
+
+def two_models_as_ddp() -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    norm = 0.0
+    for number, x in enumerate(data):
+        with nullcontext() if number % 2 else ddp.no_sync():
+            (nn.functional.mse_loss(ddp(x), torch.ones(2, 1)) / 2).backward()
+        if number % 2:
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = [p.detach() for p in model.parameters()]
+    runs = [two_models(together) for together in (False, True)]
+    return [max(largest_difference(expected, weights), abs(found - norm)) for weights, found in runs]
+
+
+def test_two_models_are_clipped_and_trained_as_one(ranks: Any) -> None:
+    for found in ranks(2, two_models_as_ddp):
+        assert max(found) <= 1e-6
+
+
+def saved_within_a_step(folder: str) -> list[str]:
+    accelerator = Accelerator(stage=2, gradient_accumulation_steps=3)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(6):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 3)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            if number in (1, 2, 3):
+                accelerator.save_state(folder)
+    accelerator.free_memory()
+    return [str(each.message) for each in caught if "save_state" in str(each.message)]
+
+
+def test_a_save_within_a_step_tells_what_it_leaves_out(ranks: Any, tmp_path: Path) -> None:
+    (told,), others = ranks(2, saved_within_a_step, str(tmp_path))
+    assert "2 of its 3 micro-batches are done" in told
+    assert others == []
+
+
 def misuse(case: str) -> None:
     model = nn.Linear(4, 4)
     if case == "precision":
@@ -319,6 +425,11 @@ def misuse(case: str) -> None:
         Accelerator(gradient_accumulation_steps=0)
     elif case == "optimizer":
         Accelerator().prepare(adamw(model))
+    elif case == "two models":
+        second = nn.Bilinear(4, 4, 1)
+        Accelerator().prepare(model, second, torch.optim.SGD([*model.parameters(), *second.parameters()]))
+    elif case == "not prepared":
+        Accelerator().accumulate(model).__enter__()
     elif case == "sampler":
         sampler = torch.utils.data.DistributedSampler(list(range(8)))
         Accelerator().prepare(DataLoader(list(range(8)), sampler=sampler))
@@ -348,8 +459,10 @@ def misuse(case: str) -> None:
         ("option", "prepare_options: zf.prepare has no 'stages'"),
         ("steps", "gradient_accumulation_steps=0 must be at least 1"),
         ("optimizer", "this AdamW holds no parameter of a prepared model"),
+        ("two models", "holds parameters of 2 models, the Linear and the Bilinear: make one optimizer for each"),
+        ("not prepared", "this Linear is not sharded"),
         ("sampler", "the loader has a DistributedSampler, and would be shared out twice"),
-        ("clip", "these are not the parameters of one prepared model; pass model.parameters()"),
+        ("clip", "2 of these parameters are not of a prepared model; pass model.parameters()"),
         ("save", "there is no prepared model to save or load"),
         ("folder", "no folder: pass one, or make the Accelerator with project_dir="),
         ("register", "Parameter needs state_dict and load_state_dict"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,11 +18,10 @@ from zerofold.compat.accelerator_data import PreparedLoader
 from zerofold.compat.accelerator_gather import Gathering
 from zerofold.compat.accelerator_ranks import Ranks
 from zerofold.compat.accelerator_saving import Saved
-from zerofold.compat.accelerator_steps import Micro, PreparedOptimizer, PreparedScheduler
+from zerofold.compat.accelerator_steps import Micro, PreparedOptimizer, PreparedScheduler, engine_around, gradients_of
 from zerofold.config import ConfigError, Settings
 from zerofold.configured import Config, scheduler_of
 from zerofold.engine import Engine
-from zerofold.optim.clip import Gradients
 from zerofold.optim.cost import update_cost
 from zerofold.precision import Precision
 from zerofold.prepare import attach, close, prepare, shard
@@ -189,6 +188,8 @@ class Accelerator(Ranks, Saved, Gathering):
     def _attach(self, optimizers: list[torch.optim.Optimizer], *, schedules: bool) -> None:
         """A schedule that the config names advances with every step, unless one was given."""
         options = {name: value for name, value in self._options.items() if name in _OF_ATTACH}
+        for each in optimizers:
+            self._check_is_of_one_model(each)
         for model in self._models:
             faces = Engine.of(model).faces()
             own = [each for each in optimizers if any(id(p) in faces for g in each.param_groups for p in g["params"])]
@@ -203,6 +204,16 @@ class Accelerator(Ranks, Saved, Gathering):
                     f"prepare: this {type(each).__name__} holds no parameter of a prepared model; give its model to "
                     "prepare with it, or before"
                 )
+
+    def _check_is_of_one_model(self, optimizer: torch.optim.Optimizer) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owners = [model for model in self._models if held & Engine.of(model).faces().keys()]
+        if len(owners) > 1:
+            names = " and ".join(f"the {type(model).__name__}" for model in owners)
+            raise ValueError(
+                f"prepare: this {type(optimizer).__name__} holds parameters of {len(owners)} models, {names}: make one "
+                "optimizer for each model, or put the models into one nn.ModuleDict and prepare that as the model"
+            )
 
     def _prepared(self, each: Any, placed: bool) -> Any:
         if isinstance(each, torch.optim.Optimizer) and not isinstance(each, PreparedOptimizer):
@@ -248,7 +259,8 @@ class Accelerator(Ranks, Saved, Gathering):
         communicates them.
         """
         self._micro.advance(at_end=bool(self._active) and self._active[-1].is_last)
-        reductions = [Engine.of(model).reductions for model in models or self._models]
+        engines = [engine_around(model) for model in models or self._models]
+        reductions = [engine.reductions for engine in engines if engine is not None]
         for each in reductions:
             each.ends_step = self.sync_gradients
         try:
@@ -267,24 +279,16 @@ class Accelerator(Ranks, Saved, Gathering):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the gradients of these parameters by their norm over all ranks; returns it as it was before."""
-        gradients = self._gradients(parameters)
-        norm = gradients.norm(norm_type)
-        gradients.multiply(gradients.coefficient(max_norm, norm))
+        parts = gradients_of(self._models, parameters)
+        norms = [part.norm(norm_type) for part in parts]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        for part in parts:
+            part.multiply(part.coefficient(max_norm, norm))
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        self._gradients(parameters).clamp(clip_value)
-
-    def _gradients(self, parameters: Iterable[Tensor] | Tensor) -> Gradients:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for model in self._models:
-            engine = Engine.of(model)
-            faces = engine.faces()
-            if given and all(id(parameter) in faces for parameter in given):
-                engine.end_step()
-                engine.reductions.flush()
-                return Gradients(engine).of([faces[id(parameter)][1] for parameter in given])
-        raise ValueError("clipping: these are not the parameters of one prepared model; pass model.parameters()")
+        for part in gradients_of(self._models, parameters):
+            part.clamp(clip_value)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Nothing to do: the model casts its inputs itself."""

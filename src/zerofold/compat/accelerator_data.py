@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,30 @@ class _Batches:
         return self.deal.length(len(self.sampler))
 
 
+class _Sample(NamedTuple):
+    """One sample of a stream. Where the stream runs in a worker process, nothing else comes from there."""
+
+    value: Any
+    remainder: int | None  # of its global batch, as in Deal
+
+
+class _Batch(NamedTuple):
+    batch: Any
+    remainder: int | None
+
+
+class _Collate:
+    """The loader's own collate_fn, for samples of a stream."""
+
+    def __init__(self, collate: Any, *, single: bool) -> None:
+        self.collate, self.single = collate, single
+
+    def __call__(self, given: Any) -> _Batch:
+        samples: list[_Sample] = [given] if self.single else given
+        values = [sample.value for sample in samples]
+        return _Batch(self.collate(values[0] if self.single else values), samples[0].remainder)
+
+
 class _Stream(IterableDataset[Any]):
     """A dataset without indices: every rank reads all of it and keeps its share."""
 
@@ -104,7 +128,8 @@ class _Stream(IterableDataset[Any]):
         source = iter(self.dataset)
         batches = iter(lambda: list(islice(source, self.at_once)), [])
         for share in self.deal(batches, skip):
-            yield from share
+            for value in share:
+                yield _Sample(value, self.deal.remainder)
 
 
 class PreparedLoader:
@@ -129,8 +154,9 @@ class PreparedLoader:
             )
         self.base, self._device, self._active = loader, device, active
         self.epoch, self.position, self._is_through = -1, 0, True
-        self._resumes = False
+        self._resumes, self._drops = False, 0
         self.is_last = False  # the batch in hand
+        self.remainder: int | None = None  # real samples in its global batch, where it was filled up
         self._random = next((s for s in _samplers(loader) if _draws(s)), None)
         self._seed = _common_seed(getattr(self._random, "generator", None) or loader.generator)
         self._draws = torch.Generator()  # for workers' seeds: the process's own generator stays as it is
@@ -144,7 +170,12 @@ class PreparedLoader:
             self._source = _Stream(loader.dataset, self.deal, size)
             own = None if loader.batch_size is None else size // (self.deal.world if split else 1)
             self._loader = _rebuilt(
-                loader, generator=self._draws, dataset=self._source, batch_size=own, drop_last=loader.drop_last
+                loader,
+                generator=self._draws,
+                dataset=self._source,
+                batch_size=own,
+                drop_last=loader.drop_last,
+                collate_fn=_Collate(loader.collate_fn, single=own is None),
             )
         else:
             single = loader.batch_sampler is None
@@ -159,10 +190,6 @@ class PreparedLoader:
         if isinstance(self._source, _Batches):
             return len(self._source)
         return self.deal.length(len(self.base))
-
-    @property
-    def remainder(self) -> int | None:
-        return self.deal.remainder
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is this epoch. Where a loaded position is in it, it goes on from there."""
@@ -184,7 +211,9 @@ class PreparedLoader:
         else:
             self.epoch, self.position = self.epoch + 1, 0
         self._is_through = False
-        self._source.skip = self.position
+        # Workers keep what they are told, and each would skip by itself.
+        self._drops = self.position if isinstance(self._source, _Stream) and self._loader.num_workers else 0
+        self._source.skip = self.position - self._drops
         self._draws.manual_seed(self._seed + self.epoch * self.deal.world + self.deal.rank)
         if self._random is not None:
             self._random.generator = torch.Generator().manual_seed(self._seed + self.epoch)
@@ -194,16 +223,20 @@ class PreparedLoader:
             self._is_through = True
         finally:
             self._active.remove(self)
-            self.is_last = False
+            self.is_last, self.remainder = False, None
 
     def _batches(self) -> Iterator[Any]:
         """One ahead, to know the last."""
-        batches = iter(self._loader)
-        batch = next(batches, _END)
+        batches: Iterator[Any] = islice(iter(self._loader), self._drops, None)
+        batch: Any = next(batches, _END)
         while batch is not _END:
             following = next(batches, _END)
             self.is_last = following is _END
             self.position += 1
+            if isinstance(self._source, _Stream):
+                batch, self.remainder = batch
+            else:
+                self.remainder = self.deal.remainder if self.is_last else None
             yield self._placed(batch)
             batch = following
 
@@ -225,7 +258,7 @@ def _rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
     """A loader like this one, with another source."""
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
     more = ("prefetch_factor", "persistent_workers")
-    return DataLoader(**{name: getattr(loader, name) for name in (*names, *more)}, **changed)
+    return DataLoader(**{**{name: getattr(loader, name) for name in (*names, *more)}, **changed})
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:

@@ -107,7 +107,7 @@ class Gathering:
         as_objects = use_gather_object or not has_tensors_only(input_data)
         found = gathered_objects(input_data) if as_objects else gathered(input_data)
         loader = self._active[-1] if self._active else None
-        if loader is None or not loader.is_last or loader.remainder is None:
+        if loader is None or loader.remainder is None:
             return found
         return shortened(found, loader.remainder)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from zerofold.checkpoint.export import export
 from zerofold.checkpoint.load import load
 from zerofold.checkpoint.save import save
 from zerofold.compat.accelerator_data import PreparedLoader
-from zerofold.compat.accelerator_steps import PreparedOptimizer, PreparedScheduler
+from zerofold.compat.accelerator_steps import Micro, PreparedOptimizer, PreparedScheduler
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -24,7 +25,10 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 class Saved:
     """Models, optimizers, schedulers, loaders and the user's own objects, together in a folder."""
 
+    _micro: Micro
+
     def __init__(self, project_dir: str | os.PathLike[str] | None) -> None:
+        self._has_warned = False
         self.project_dir = None if project_dir is None else Path(project_dir)
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
@@ -46,6 +50,7 @@ class Saved:
 
         Without a folder, into the next project_dir/checkpoints/checkpoint_N. Loads with any number of ranks.
         """
+        self._warn_of_partial_gradients()
         folder = Path(output_dir) if output_dir is not None else self._next_folder()
         extra = {"objects": [each.state_dict() for each in self._custom]}
         for index, (model, where) in enumerate(self._places(folder)):
@@ -60,6 +65,17 @@ class Saved:
                 data=_Positions(self._loaders) if is_first and self._loaders else None,
             )
         return str(folder)
+
+    def _warn_of_partial_gradients(self) -> None:
+        pending = self._micro.pending
+        if pending and not self._has_warned and dist.get_rank() == 0:
+            warnings.warn(
+                f"save_state in the middle of a step: {pending} of its {self._micro.accumulate} micro-batches are "
+                "done, and a run that resumes here leaves their gradients out; save where "
+                "accelerator.sync_gradients is True",
+                stacklevel=3,
+            )
+            self._has_warned = True
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
         """Brings everything back to where `save_state` was called; a loader's next pass goes on at its next batch."""

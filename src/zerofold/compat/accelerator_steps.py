@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zerofold.access import last_step
+from zerofold.engine import Engine
+from zerofold.optim.clip import Gradients
 
 
 class Micro:
@@ -18,6 +20,11 @@ class Micro:
         self.accumulate = accumulate
         self.count = 0
         self.sync_gradients = True  # a step is due
+
+    @property
+    def pending(self) -> int:
+        """Micro-batches of a step that is not due yet."""
+        return 0 if self.sync_gradients else self.count % self.accumulate
 
     def advance(self, *, at_end: bool) -> None:
         """The next micro-batch; the last one of the data ends a step in any case."""
@@ -108,3 +115,26 @@ class PreparedScheduler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state)
+
+
+def engine_around(model: nn.Module) -> Engine | None:
+    """Of a prepared model or a module of one; none where there is no parameter, as in a loss function."""
+    first = next((parameter for parameter in model.parameters() if parameter.numel()), None)
+    return None if first is None else Engine.of_parameter(first) or Engine.of(model)
+
+
+def gradients_of(models: list[nn.Module], parameters: Iterable[Tensor] | Tensor) -> list[Gradients]:
+    """Of these parameters, for each model that has some of them."""
+    left = {id(p): p for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+    found = []
+    for engine in map(Engine.of, models):
+        faces = engine.faces()
+        own = [left.pop(key) for key in list(left) if key in faces]
+        if own:
+            engine.end_step()
+            engine.reductions.flush()
+            found.append(Gradients(engine).of([faces[id(parameter)][1] for parameter in own]))
+    if left or not found:
+        what = f"{len(left)} of these parameters are not" if left else "there are no parameters"
+        raise ValueError(f"clipping: {what} of a prepared model; pass model.parameters()")
+    return found

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
@@ -154,7 +155,10 @@ class FSDPCalls:
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave. Every rank must have it."""
+        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave. All ranks must call it.
+
+        Whole tensors may be on rank 0 alone, and {} on the others.
+        """
         (wrapper,) = wrappers_of(model)
         found = optimizer_state_to_load(wrapper.module, optim, optim_state_dict)
         if load_directly:
@@ -172,6 +176,45 @@ class FSDPCalls:
         if optim is None:
             raise ValueError("shard_full_optim_state_dict: pass optim=, the optimizer that will load it")
         return FSDPCalls.optim_state_dict_to_load(model, optim, full_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The same where rank 0 alone has it, and the others pass None."""
+        if optim is None:
+            raise ValueError("scatter_full_optim_state_dict: pass optim=, the optimizer that will load it")
+        return FSDPCalls.optim_state_dict_to_load(model, optim, full_optim_state_dict or {})
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
+        """An optimizer's state by the names of parameters, each rank with its own part."""
+        (wrapper,) = wrappers_of(model)
+        return optimizer_state(wrapper.module, optim, ShardedOptimStateDictConfig())
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from what `sharded_optim_state_dict` gave."""
+        return FSDPCalls.optim_state_dict_to_load(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def rekey_optim_state_dict(optim_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        raise ValueError(
+            "rekey_optim_state_dict: states have the names of parameters; FSDP.optim_state_dict_to_load(model, "
+            "optimizer, states) gives what the optimizer loads"
+        )
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        raise ValueError(
+            "register_comm_hook: gradients are reduced by zerofold itself; for the dtype they travel in use "
+            "mixed_precision=MixedPrecision(reduce_dtype=...)"
+        )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from zerofold.compat.fsdp_optimizers import follow_optimizers
 from zerofold.compat.fsdp_options import HELD, check_nothing_is_ignored, check_offload, move, precision_of_policy
 from zerofold.compat.fsdp_policies import NEVER_CALLED
 from zerofold.compat.fsdp_wishes import cast_inputs, give_face, kept_in_fp32, refuse_call_from_outside, shown, take_face
@@ -50,9 +51,9 @@ def fully_shard(
     """Marks a module as one that is gathered as a whole, in FSDP2's shape: call it on blocks, then on the model.
 
     The same module comes back, with the methods of `FSDPModule`. The outermost is sharded at its first use: when its
-    parameters, its state dict or its forward are asked for. The optimizer is built after that, from
-    `model.parameters()`. `torch.nn.utils.clip_grad_norm_` works on them, and `zf.clip_grad_norm_(model, norm)` does
-    the same in one communication. The arguments are torch's. What differs:
+    parameters, its state dict or its forward are asked for. The optimizer is built from `model.parameters()`, or in
+    groups from those of its modules. `torch.nn.utils.clip_grad_norm_` works on them, and
+    `zf.clip_grad_norm_(model, norm)` does the same in one communication. The arguments are torch's. What differs:
 
     module                 of a list, each module is gathered by itself
     mesh                   of one dimension, or of two (groups × ranks in a group) for copies across groups; the whole
@@ -293,6 +294,7 @@ def _shard(model: nn.Module) -> None:
             each._fsdp_wish.root = None
         raise
     engine = Engine.of(model)
+    follow_optimizers(engine)
     engine.on_close += [partial(take_face, _module(each), "_fsdp_wish") for each in marked]
     engine.step.joins_norms = True  # torch.nn.utils.clip_grad_norm_(model.parameters(), …) is how FSDP2 clips
     schedule = engine.schedule

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from zerofold.access import clip_grad_norm_, full_params, no_sync
 from zerofold.compat.fsdp_calls import FSDPCalls, FSDPUnit
+from zerofold.compat.fsdp_optimizers import follow_optimizers
 from zerofold.compat.fsdp_options import (
     check_nothing_is_ignored,
     check_offload,
@@ -26,7 +27,7 @@ from zerofold.compat.fsdp_options import (
     sharding_of,
 )
 from zerofold.compat.fsdp_policies import picked
-from zerofold.compat.fsdp_states import clean, settings_of, shown_state
+from zerofold.compat.fsdp_states import WRAPPED, clean, settings_of, shown_state
 from zerofold.compat.fsdp_wishes import cast_inputs, give_face, kept_in_fp32, refuse_call_from_outside, shown, take_face
 from zerofold.engine import Engine
 from zerofold.prepare import shard
@@ -115,6 +116,8 @@ class FullyShardedDataParallel(FSDPCalls, nn.Module, metaclass=_Kind):
         check_offload(cpu_offload, self._device)
         self._mesh = mesh_of(sharding_strategy, process_group, device_mesh, self._device)
         self._settings = settings_of(StateDictType.FULL_STATE_DICT)
+        self.register_load_state_dict_pre_hook(_before_load)
+        self.register_load_state_dict_post_hook(_after_load)
         if auto_wrap_policy is not None:
             self._shard()
 
@@ -178,6 +181,7 @@ class FullyShardedDataParallel(FSDPCalls, nn.Module, metaclass=_Kind):
             live_bytes=self._sharding.live_bytes,
         )
         engine = Engine.of(self.module)
+        follow_optimizers(engine)
         engine.on_close += [partial(take_face, unit, "_fsdp_options", "_fsdp_root") for unit in units]
         mixed = self._fsdp_options["mixed_precision"]
         if mixed is not None and mixed.cast_forward_inputs and mixed.param_dtype is not None:
@@ -206,7 +210,15 @@ class FullyShardedDataParallel(FSDPCalls, nn.Module, metaclass=_Kind):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `state_dict_type` says; whole tensors on every rank by default. All ranks must call it."""
         self._shard()
-        return shown_state(self.module.state_dict(*args, **kwargs), self._settings.state_dict_config)
+        options = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
+        destination = options.pop("destination", None)  # of a module around it, with what others have put there
+        state = shown_state(self.module.state_dict(**options), self._settings.state_dict_config)
+        if destination is None:
+            return state
+        destination.update(state)
+        if hasattr(destination, "_metadata"):
+            destination._metadata.update(state._metadata)  # type: ignore[attr-defined]
+        return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes whole tensors or sharded ones; each rank keeps its part."""
@@ -236,6 +248,19 @@ class FullyShardedDataParallel(FSDPCalls, nn.Module, metaclass=_Kind):
     def check_is_root(self) -> bool:
         """An inner one has no existence of its own: what it wrapped is a unit of the outermost."""
         return True
+
+
+def _before_load(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A module around the wrapper is loading: the names it has are those without the wrapper."""
+    assert isinstance(wrapper, FullyShardedDataParallel)
+    wrapper._shard()
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[f"{prefix}{WRAPPED}.{clean(name[len(prefix) :])}"] = state.pop(name)
+
+
+def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
+    for names in (incompatible.missing_keys, incompatible.unexpected_keys):
+        names[:] = [clean(name) for name in names]
 
 
 def _unwrap(module: nn.Module) -> None:

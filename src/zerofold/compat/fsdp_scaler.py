@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from zerofold.compat.fsdp_optimizers import follow
+
 
 class ShardedGradScaler(torch.amp.GradScaler):
     """Scales the loss of an fp16 model. Sharded gradients tell all ranks by themselves when one was not finite.
@@ -29,3 +31,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         chosen = device or (accelerator.type if accelerator is not None else "cpu")
         super().__init__(chosen, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        follow(optimizer)  # it looks for gradients before the optimizer's first step
+        super().unscale_(optimizer)

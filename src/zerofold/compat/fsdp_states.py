@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from zerofold.agree import agree
+from zerofold.comm import Comm
 from zerofold.engine import Engine
 from zerofold.optim.probe import scalar_states
 from zerofold.shard_spec import ShardSpec
@@ -111,7 +113,12 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, config: 
 def optimizer_state_to_load(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes, from a state by names: each rank keeps its range of whole tensors."""
+    """What `optimizer.load_state_dict` takes, from a state by names: each rank keeps its range of whole tensors.
+
+    All ranks must call it. Those that were given nothing get it from one that was, tensor by tensor.
+    """
+    sender = _Sender(Engine.of(model).groups.control, given)
+    given = sender.outline
     names, scalars = _names(model), scalar_states(optimizer)
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -123,7 +130,9 @@ def optimizer_state_to_load(
         for parameter in group["params"]:
             name = _name_of(names, optimizer, parameter)
             if name in saved:
-                state[position] = {key: _cut(v, parameter, key in scalars) for key, v in saved[name].items()}
+                state[position] = {
+                    key: _cut(sender.deal(value), parameter, key in scalars) for key, value in saved[name].items()
+                }
             elif name not in options:
                 raise KeyError(f"the optimizer state to load has no '{name}': it is of another model")
             indices.append(position)
@@ -131,6 +140,59 @@ def optimizer_state_to_load(
         first = options.get(_name_of(names, optimizer, group["params"][0]), group) if group["params"] else group
         groups.append({**{key: value for key, value in first.items() if key != "params"}, "params": indices})
     return {"state": state, "param_groups": groups}
+
+
+class _Sent(NamedTuple):
+    """Stands for a tensor that another rank has."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Sender:
+    """Where some ranks have no state: the first that has one tells the others what is in it, then deals it out."""
+
+    def __init__(self, control: Comm, given: dict[str, Any] | None) -> None:
+        self._control = control
+        having = control.all_gather_objects(bool(given))
+        if not any(having):
+            raise ValueError(
+                "the optimizer state to load is empty on every rank: pass what FSDP.optim_state_dict gave, on rank 0 "
+                "at least"
+            )
+        self._source, self._is_needed = having.index(True), not all(having)
+        self.outline: dict[str, Any] = given or {}
+        if self._is_needed:
+            sends = control.rank == self._source
+            outline = agree(control, lambda: _outline(self.outline) if sends else None)
+            received = control.all_gather_objects(outline)[self._source]
+            self.outline = self.outline if sends else received
+
+    def deal(self, value: Any) -> Any:
+        """The tensor, on every rank; all of them ask in the same order."""
+        if not self._is_needed or not isinstance(value, (Tensor, _Sent)) or not value.shape:
+            return value
+        whole = value.cpu().contiguous() if isinstance(value, Tensor) else torch.empty(value.shape, dtype=value.dtype)
+        if whole.numel():
+            plain = whole.view(-1).view(torch.uint8)  # of any dtype
+            self._control.broadcast(plain, self._source, unit="optimizer state").wait()
+        return whole
+
+
+def _outline(given: dict[str, Any]) -> dict[str, Any]:
+    """Without tensors, but for single numbers."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, ShardedTensor):
+            raise ValueError(
+                "the optimizer state to load is sharded, and some ranks have none: each must pass its own part"
+            )
+        if not isinstance(value, Tensor):
+            return value
+        return _Sent(value.shape, value.dtype) if value.dim() else value.cpu()
+
+    state = {name: {key: shown(value) for key, value in held.items()} for name, held in given["state"].items()}
+    return {"state": state, "param_groups": given["param_groups"]}
 
 
 def _cut(value: Any, parameter: Tensor, is_scalar: bool) -> Any:

@@ -100,7 +100,7 @@ def _check_kind(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
 
 
 def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
-    _rebase(engine, optimizer, optimizer.param_groups)
+    put_onto_pieces(engine, optimizer)
     engine.optimizers.append(optimizer)
     if options.scheduler is not None:
         engine.schedulers.append(options.scheduler)
@@ -121,7 +121,7 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
         if now != known:  # a group was added, or parameters were cut anew
             _check_groups(optimizer, optimizer.param_groups, engine.faces())
             _check_kind(engine, optimizer)
-            _rebase(engine, optimizer, optimizer.param_groups)
+            put_onto_pieces(engine, optimizer)
             known = now
         itself, *positional = args
         closure = kwargs.get("closure", positional[0] if positional else None)
@@ -142,11 +142,11 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
     optimizer.register_load_state_dict_post_hook(lambda _: _recut(optimizer))
 
 
-def _rebase(engine: Engine, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+def put_onto_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Puts the faces into the groups, with whatever state the optimizer has for the parameters they stand for."""
     faces = engine.faces()
     scalars = scalar_states(optimizer)
-    for group in groups:
+    for group in optimizer.param_groups:
         before = list(group["params"])
         group["params"][:] = [faces[id(p)][1] if id(p) in faces else p for p in before]  # LBFGS keeps the list
         for old, new in zip(before, group["params"], strict=True):

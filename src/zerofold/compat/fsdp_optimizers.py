@@ -1,0 +1,52 @@
+"""Optimizers that were built before their model was sharded, in FSDP's faces.
+
+Sharding waits for the first use of the model, but torch's own FSDP shards at once. So a script may take parameters
+past the face, from a module inside the model or around it, and give whole ones to its optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, finalize, ref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zerofold.engine import Engine
+from zerofold.optim.attach import put_onto_pieces
+
+
+def follow_optimizers(engine: Engine) -> None:
+    """Until the model is closed, an optimizer that holds whole parameters of it gets the pieces before its next step.
+
+    Each optimizer is looked at once, and again when a group was added.
+    """
+    looked_at: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # with how many groups
+    link = ref(engine)  # torch keeps the hook, which must not keep the model
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if looked_at.get(optimizer) == len(optimizer.param_groups):
+            return
+        alive = link()
+        if alive is not None and not alive.schedule.holders:  # inside full_params whole ones are meant
+            looked_at[optimizer] = len(optimizer.param_groups)
+            _follow(alive, optimizer)
+
+    stop = finalize(engine, register_optimizer_step_pre_hook(before_step).remove)
+    stop.atexit = False
+    engine.on_close.append(stop)
+
+
+def follow(optimizer: torch.optim.Optimizer) -> None:
+    """The same at once, whichever models the optimizer holds parameters of."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for engine in {Engine.of_parameter(parameter) for parameter in held}:
+        if engine is not None and not engine.schedule.holders:
+            _follow(engine, optimizer)
+
+
+def _follow(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    faces = engine.faces()
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(id(p) in faces and faces[id(p)][1] is not p for p in held):
+        put_onto_pieces(engine, optimizer)
