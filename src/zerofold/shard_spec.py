@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,11 @@ class ShardSpec:
     step: StepScope
     is_replicated: bool = False  # every rank has it all
     loose: Loose | None = None
+
+    @cached_property
+    def identity(self) -> torch.UntypedStorage:
+        """Memory of its own, to tell the parameter from others by: two names of one parameter have one of it."""
+        return torch.UntypedStorage(1)
 
     @property
     def own(self) -> tuple[int, int]:

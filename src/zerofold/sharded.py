@@ -74,6 +74,10 @@ class ShardedTensor(torch.Tensor):
         """
         self._whole = whole
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Not the values: something by which tied weights are found, as those do who write files."""
+        return self._spec.identity if self._whole is None else self._whole.untyped_storage()
+
     @property
     def data(self) -> Tensor:
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
