@@ -275,6 +275,12 @@ def accelerate_job(stage: int, folder: Path) -> dict[str, Any]:
     after = losses_of(accelerator, model, optimizer, batches[4:10], scheduler)
     whole = accelerator.get_state_dict(model)
     total = sum(float(tensor.double().abs().sum()) for tensor in whole.values()) if accelerator.is_main_process else 0.0
+    accelerator.unwrap_model(model).save_pretrained(  # by every rank, as Accelerate's documentation has it
+        folder / "weights",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=whole,
+    )
     barrier()
     forget()
     accelerator, model, optimizer, _, scheduler = prepared()

@@ -21,6 +21,7 @@ from zerofold.compat.optimizers import make_optimizer
 from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.config.settings import FileMonitor
 from zerofold.configured import announce, scheduler_of, shard_arguments
+from zerofold.engine import Engine
 from zerofold.prepare import attach, close, shard
 from zerofold.process_group import group_device, join_or_be_alone, local_device
 from zerofold.sharded import ShardedParameter
@@ -87,15 +88,18 @@ def initialize(
         model.to(device)
     chosen = _optimizer(model, optimizer, model_parameters, settings, device)
     frozen = _freeze_others(model, chosen)
-    shard(model, units=leaf_units(model, None), **shard_arguments(settings, chosen))
     try:
+        shard(model, units=leaf_units(model, None), **shard_arguments(settings, chosen))
         if chosen is not None:
             attach(model, chosen, clip=settings.clip)
             chosen.overflow = False  # type: ignore[attr-defined]  # where Accelerate looks for it
         scheduler = _scheduler(chosen, lr_scheduler, settings)
         loader = None if training_data is None else make_loader(training_data, settings, collate_fn, device)
     except Exception:
-        close(model)
+        if Engine.is_on(model) and not Engine.is_broken(model):
+            close(model)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         raise
     engine = DeepSpeedEngine(model, chosen, scheduler, settings, loader=loader, frozen=frozen)
     return engine, chosen, loader, scheduler

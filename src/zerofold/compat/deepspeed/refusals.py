@@ -48,7 +48,7 @@ def does_not_have(name: str) -> str:
     >>> does_not_have("zerofold.compat.deepspeed.moe.layer")
     'deepspeed.moe.layer: the zerofold stand-in does not have it (expert parallelism is still to come; experts in the model itself train at every stage)'
     >>> does_not_have("deepspeed.anything")
-    'deepspeed.anything: the zerofold stand-in does not have it; what it has is listed under zerofold.compat.deepspeed in the documentation'
+    'deepspeed.anything: the zerofold stand-in does not have it'
     """  # noqa: E501 (one line is the point)
     inner = name.removeprefix(PACKAGE).removeprefix("deepspeed").lstrip(".")
     parts = inner.split(".")
@@ -56,10 +56,7 @@ def does_not_have(name: str) -> str:
         reason = _REASONS.get(".".join(parts[:length]))
         if reason is not None:
             return f"deepspeed.{inner}: the zerofold stand-in does not have it ({reason})"
-    return (
-        f"deepspeed.{inner}: the zerofold stand-in does not have it; what it has is listed under "
-        "zerofold.compat.deepspeed in the documentation"
-    )
+    return f"deepspeed.{inner}: the zerofold stand-in does not have it"
 
 
 def missing(module: str, name: str) -> AttributeError:
