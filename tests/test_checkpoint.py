@@ -104,10 +104,13 @@ def continued_runs(folders: list[Path], stage: int, own: Path) -> list[tuple[lis
     return found
 
 
-def test_every_number_of_ranks_and_stage_loads_every_other(ranks: RankPool, tmp_path: Path) -> None:
-    folders = {(n, stage): tmp_path / f"{n}-{stage}" for n in (1, 2, 3, 4) for stage in STAGES}
+@pytest.mark.parametrize("counts", [(1, 2, 3), (1, 2, 3, 4)])
+def test_every_number_of_ranks_and_stage_loads_every_other(
+    ranks: RankPool, tmp_path: Path, counts: tuple[int, ...]
+) -> None:
+    folders = {(n, stage): tmp_path / f"{n}-{stage}" for n in counts for stage in STAGES}
     saved = {key: ranks(key[0], saved_run, folder, key[1])[0] for key, folder in folders.items()}
-    for m in (1, 2, 3, 4):
+    for m in counts:
         for stage in STAGES:
             found = ranks(m, continued_runs, list(folders.values()), stage, folders[m, stage])[0]
             for key, (losses, values, seen) in zip(folders, found, strict=True):
