@@ -11,7 +11,7 @@ from zerofold.launch import how_it_ended
 
 # A rank that dies without a word is noticed by looking, a little later than the others raise because of it.
 NOTICED_S = 2.0
-RULE = "─" * 72
+RULE = "-" * 72
 # No rank ends itself like this because another one is gone. SIGABRT is not among them: NCCL aborts its process then.
 CRASHES = frozenset(-number for number in (SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE))
 # How a rank fails that talks to one that is gone.
@@ -97,7 +97,7 @@ def told(failure: Failure, others: Sequence[Failure], last_lines: Sequence[str],
     """
     where = f"rank {failure.rank} on {failure.host}" if several_hosts else f"rank {failure.rank}"
     if failure.lost:
-        where, (how, *details) = failure.host, failure.lost.splitlines()
+        where, (how, *details) = failure.host, (line.strip() for line in failure.lost.splitlines())
     elif failure.trace:
         how, details = f"exit code {failure.exit_code}", failure.trace.rstrip().splitlines()
     else:

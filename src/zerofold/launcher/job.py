@@ -6,6 +6,7 @@ start ─► every host says hello ─► plans are sent ─► lines … ─►
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import subprocess
@@ -31,6 +32,7 @@ HELLO_S = 180.0  # importing torch from a cold network disk takes its time
 PATIENCE_S = 15.0
 ECHO_S = 1.0  # for the failures of other hosts, one of which may be the first
 POLL_S = 0.2
+BLOCKED_S = 3 * POLL_S  # a step that takes longer: nobody takes what this process writes
 LATE_S = 5.0  # beyond the grace of the ranks, for an agent to end
 CLOCK_S = 1.0  # clocks of hosts closer than this are taken as equal
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -90,6 +92,7 @@ class Job:
         self._failed_at = self._stopped_at = float("inf")
         self._signals: list[int] = []
         self._obeyed = 0
+        self._moved_at = time.monotonic()
 
     def run(self, plans: Sequence[HostPlan], commands: Mapping[str, Sequence[str]]) -> int:
         with self._catching_signals():
@@ -107,9 +110,13 @@ class Job:
     @contextlib.contextmanager
     def _catching_signals(self) -> Iterator[None]:
         def note(number: int, frame: FrameType | None) -> None:
+            if self._signals and time.monotonic() > self._moved_at + BLOCKED_S:
+                os._exit(128 + number)  # the end of their orders stops the agents
             self._signals.append(number)
 
-        before = {number: signal.signal(number, note) for number in SIGNALS}
+        # One that is ignored stays so: nohup and a shell's background jobs count on it.
+        caught = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in caught}
         try:
             yield
         finally:
@@ -197,6 +204,7 @@ class Job:
                 return
 
     def _take(self) -> None:
+        self._moved_at = time.monotonic()
         try:
             agent, line = self._messages.get(timeout=POLL_S)
         except queue.Empty:
