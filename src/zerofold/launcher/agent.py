@@ -262,7 +262,14 @@ def _wait_for_the_end_of_children(deadline: float, hurry: threading.Event) -> No
 
 
 def _children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in psutil.Process().children() if _runs(child)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it ended just now
+        return False
 
 
 def _kill_the_rest() -> None:

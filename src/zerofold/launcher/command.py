@@ -135,7 +135,11 @@ def launch_command(
         int, typer.Option("--max-restarts", help="Start all ranks again so often when one fails.")
     ] = 0,
     grace: Annotated[
-        float, typer.Option("--grace", help="Seconds for the ranks to end after Ctrl-C or SIGTERM.")
+        float,
+        typer.Option(
+            "--grace",
+            help="Seconds for the ranks to end after Ctrl-C, SIGTERM, or (30 at most) the failure of another one.",
+        ),
     ] = 5.0,
     log_dir: Annotated[
         Path | None,
