@@ -30,11 +30,13 @@ from zerofold.launch import usable_cores
 from zerofold.launcher.network import is_free, own_addresses, way_to
 from zerofold.launcher.plan import HostPlan, pack
 from zerofold.launcher.relay import Relay
+from zerofold.launcher.watch import Watch
 
 ENTRY = Path(__file__).with_name("entry.py")
 PR_SET_CHILD_SUBREAPER = 36
-# A rank inside a collective does not come back to Python to raise KeyboardInterrupt.
-INTERRUPT_S = 2.0
+# A rank inside a collective does not come back to Python to raise KeyboardInterrupt: SIGTERM follows, this long before
+# the end of the grace. It never follows a SIGTERM: many scripts take a second one as an order to leave at once.
+TERMINATE_S = 2.0
 POLL_S = 0.1
 
 
@@ -70,7 +72,8 @@ def main(gpus: int | None = None) -> int:
     gpus = torch.cuda.device_count() if gpus is None else gpus
     channel = Channel()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     request = channel.order()
     if not request:
         return 1
@@ -103,7 +106,8 @@ def _run(plan: HostPlan, gpus: int, folder: Path, channel: Channel) -> int:
     except (Refused, OSError) as error:
         channel.send("refused", message=str(error))
         return 1
-    relay = Relay(folder, len(plan.slots), channel.send)
+    watch = Watch(plan.grace)
+    relay = Relay(folder, len(plan.slots), channel.send, watch)
     threading.Thread(target=_obey, args=(plan, folder, channel), name="zerofold-orders", daemon=True).start()
     task = plan.task
     command = ["-u", "-X", "faulthandler", str(ENTRY), json.dumps(options), task.target, *task.arguments]
@@ -113,7 +117,7 @@ def _run(plan: HostPlan, gpus: int, folder: Path, channel: Channel) -> int:
         elastic_launch(_config(plan, relay), sys.executable)(*command)
     except ChildFailedError as error:
         kind = "failed"
-        content = {"failures": [_record(rank, failure) for rank, failure in error.failures.items()]}
+        content = {"failures": [_record(rank, failure, watch) for rank, failure in error.failures.items()]}
     except (SignalException, SystemExit):
         kind = "stopped"
     except Exception as error:
@@ -221,13 +225,9 @@ def _config(plan: HostPlan, relay: Relay) -> LaunchConfig:
     )
 
 
-def _record(rank: int, failure: ProcessFailure) -> dict[str, Any]:
-    message, trace, when = "", "", float(failure.timestamp)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads(Path(failure.error_file).read_text())["message"]
-        message, trace = told["message"], told["extraInfo"]["py_callstack"]
-        when = float(told["extraInfo"].get("time", when))
-    return {"rank": rank, "exit_code": failure.exitcode, "message": message, "trace": trace, "when": when}
+def _record(rank: int, failure: ProcessFailure, watch: Watch) -> dict[str, Any]:
+    noticed = min(time.time(), float(failure.timestamp) + 1)  # torch leaves the fraction out
+    return watch.record(rank, failure.pid, failure.exitcode, failure.error_file, noticed)
 
 
 def _obey(plan: HostPlan, folder: Path, channel: Channel) -> NoReturn:
@@ -235,7 +235,7 @@ def _obey(plan: HostPlan, folder: Path, channel: Channel) -> NoReturn:
     words = channel.order().split()
     number = int(words[1]) if len(words) == 2 else int(signal.SIGTERM)
     deadline = time.monotonic() + plan.grace
-    interrupt_until = min(deadline, time.monotonic() + INTERRUPT_S)
+    terminate_at = deadline - min(TERMINATE_S, plan.grace / 2)
     hurry = threading.Event()
 
     def wait_for_a_second_order() -> None:
@@ -244,21 +244,32 @@ def _obey(plan: HostPlan, folder: Path, channel: Channel) -> NoReturn:
 
     threading.Thread(target=wait_for_a_second_order, name="zerofold-hurry", daemon=True).start()
     os.kill(os.getpid(), number)  # torch's agent passes it on to the ranks and starts no new ones
-    while _children() and time.monotonic() < interrupt_until and not hurry.is_set():
-        time.sleep(POLL_S)
-    for child in _children():
-        with contextlib.suppress(psutil.Error):
-            child.terminate()
-    while _children() and time.monotonic() < deadline and not hurry.is_set():
-        time.sleep(POLL_S)
+    if number == signal.SIGINT:
+        _wait_for_the_end_of_children(terminate_at, hurry)
+        for child in _children():
+            with contextlib.suppress(psutil.Error):
+                child.terminate()
+    _wait_for_the_end_of_children(deadline, hurry)
     _kill_the_rest()
     time.sleep(1.0)  # for the main thread, which is about to send the last lines
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(128 + number)
 
 
+def _wait_for_the_end_of_children(deadline: float, hurry: threading.Event) -> None:
+    while _children() and time.monotonic() < deadline and not hurry.is_set():
+        time.sleep(POLL_S)
+
+
 def _children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in psutil.Process().children() if _runs(child)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it ended just now
+        return False
 
 
 def _kill_the_rest() -> None:

@@ -29,6 +29,7 @@ from zerofold.launcher.remote import (
 )
 
 BAD_INPUT = 2
+HIGHEST_PORT = 65535
 DEFAULT_HOSTFILE = Path("/job/hostfile")
 # Options stop at the script: what follows is its own. Both --num_gpus and --num-gpus are understood.
 CONTEXT_SETTINGS: dict[str, Any] = {
@@ -134,7 +135,11 @@ def launch_command(
         int, typer.Option("--max-restarts", help="Start all ranks again so often when one fails.")
     ] = 0,
     grace: Annotated[
-        float, typer.Option("--grace", help="Seconds for the ranks to end after Ctrl-C or SIGTERM.")
+        float,
+        typer.Option(
+            "--grace",
+            help="Seconds for the ranks to end after Ctrl-C, SIGTERM, or (30 at most) the failure of another one.",
+        ),
     ] = 5.0,
     log_dir: Annotated[
         Path | None,
@@ -156,10 +161,14 @@ def launch_command(
     GPU numbers count among those that CUDA_VISIBLE_DEVICES shows. Variables such as NCCL_*, HF_* and PYTHONPATH go to
     the other hosts, as do those in .deepspeed_env.
 
+    The standard input of the ranks is empty.
+
     Example: zerofold launch --num_gpus 2 train.py --deepspeed ds_config.json
 
     Example: zerofold launch --hostfile hosts --include a@b:0,1 --log-dir logs train.py
     """
+    # DeepSpeed's way to leave a number out.
+    num_gpus, num_nodes = (None if number == -1 else number for number in (num_gpus, num_nodes))
     try:
         task = Task(
             kind=_kind(script, module=module, no_python=no_python),
@@ -174,10 +183,12 @@ def launch_command(
         pool = _pool(hostfile, slurm=slurm, num_gpus=num_gpus, include=include, no_ssh=no_ssh, num_nodes=num_nodes)
         hosts = choose(pool, include=include, exclude=exclude, num_nodes=num_nodes, num_slots=num_gpus)
         _check(hosts, no_ssh, node_rank, master_addr, max_restarts, grace)
+        _check_port("--master_port", master_port, lowest=0 if len(hosts) == 1 else 1)
+        _check_port("--ssh_port", ssh_port, lowest=1)
         template = remote_shell or (srun_template(launcher_args) if slurm else ssh_template(ssh_port, launcher_args))
         split_template(template)
         variables = {**forwarded(os.environ), **_chosen_variables(export or [], several=len(hosts) > 1)}
-        shown = None if only_rank is None else _numbers("--only-rank", only_rank)
+        shown = None if only_rank is None else _ranks(only_rank, hosts)
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
     except (BadOption, BadHosts, BadShell, BadVariable, OSError) as error:
@@ -294,10 +305,24 @@ def _numbers(option: str, text: str) -> list[int]:
     numbers: list[int] = []
     for part in text.split(",") if text else []:
         low, dash, high = part.strip().partition("-")
-        if not low.isdigit() or (dash and not high.isdigit()):
+        if not low.isdigit() or (dash and not high.isdigit()) or int(high or low) < int(low):
             raise BadOption(f'{option} {text}: "{part}" is no number or range: write 0-3,8')
         numbers += range(int(low), int(high or low) + 1)
     return numbers
+
+
+def _ranks(text: str, hosts: Slots) -> list[int]:
+    ranks, world = _numbers("--only-rank", text), sum(len(slots) for slots in hosts.values())
+    missing = [rank for rank in ranks if rank >= world]
+    if missing or not ranks:
+        fault = f"there is no rank {missing[0]}" if missing else "it names no rank"
+        raise BadOption(f"--only-rank {text}: {fault}: use 0 to {world - 1}")
+    return ranks
+
+
+def _check_port(option: str, port: int | None, *, lowest: int) -> None:
+    if port is not None and not lowest <= port <= HIGHEST_PORT:
+        raise BadOption(f"{option} {port}: use {lowest} to {HIGHEST_PORT}")
 
 
 def _fail(message: str, code: int) -> NoReturn:

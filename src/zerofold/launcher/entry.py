@@ -28,6 +28,7 @@ def main(argv: Sequence[str]) -> None:
     options: dict[str, Any] = json.loads(argv[1])
     target, arguments = argv[2], list(argv[3:])
     end_with_parent()
+    tell_process_number()
     local_rank = int(os.environ["LOCAL_RANK"])
     if options["bind"]:
         cores = slice_of(options["cores"], local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -99,6 +100,13 @@ def end_with_parent() -> None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def tell_process_number() -> None:
+    """Beside the error file, for the agent: see watch.py."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError), open(f"{file}.pid", "w", encoding="utf-8") as out:
+            out.write(str(os.getpid()))
+
+
 def without_this_file(error: BaseException) -> types.TracebackType | None:
     """The traceback as it would be under plain Python: without the frames that stand here and in runpy."""
     trace = error.__traceback__
@@ -107,13 +115,31 @@ def without_this_file(error: BaseException) -> types.TracebackType | None:
     return trace
 
 
+def exit_code_of(error: BaseException) -> int:
+    """That of the process that ends by it; a signal is negative.
+
+    >>> exit_code_of(SystemExit(3)), exit_code_of(SystemExit("no data")), exit_code_of(ValueError())
+    (3, 1, 1)
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return -signal.SIGINT
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code & 0xFF
+    return 1
+
+
 def record(error: BaseException, trace: types.TracebackType | None) -> None:
     """In the file and the format that torch's elastic agent reads, with the time in full."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
     text = "".join(traceback.format_exception(type(error), error, trace))
-    extra = {"py_callstack": text, "timestamp": str(int(time.time())), "time": time.time()}
+    extra = {
+        "py_callstack": text,
+        "timestamp": str(int(time.time())),
+        "time": time.time(),
+        "exit_code": exit_code_of(error),
+    }
     # The error itself matters more than a full disk.
     with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as out:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, out)

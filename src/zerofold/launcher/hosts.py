@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 Slots = dict[str, list[int]]
-LINE = re.compile(r"(?P<host>\S+)\s+slots\s*=\s*(?P<slots>\d+)\s*(#.*)?")
+# Open MPI's files say more about a host, such as max_slots.
+LINE = re.compile(r"(?P<host>\S+)\s+slots\s*=\s*(?P<slots>\d+)(\s.*|#.*)?")
 
 
 class BadHosts(ValueError):
@@ -122,9 +123,8 @@ def _parse(option: str, text: str, hosts: Mapping[str, list[int]]) -> Slots:
         missing = [str(slot) for slot in slots if slot not in hosts[host]]
         if missing:
             raise BadHosts(f"{option} {text}: {host} has no slot {', '.join(missing)}, there are {_told(hosts)}")
-        if host in wanted:
-            raise BadHosts(f"{option} {text}: {host} is named a second time: write all its slots in one place")
-        wanted[host] = slots
+        before = wanted.get(host, slots)
+        wanted[host] = sorted({*before, *slots}) if before and slots else []
     return wanted
 
 

@@ -6,6 +6,7 @@ start ─► every host says hello ─► plans are sent ─► lines … ─►
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from typing import IO, Any
 import torch
 
 from zerofold.launcher.agent import main as agent_main
-from zerofold.launcher.failures import Failure, exit_code, first_failure, told
+from zerofold.launcher.failures import Failure, exit_code, first_failure, short, told
 from zerofold.launcher.network import Address, meeting_address
 from zerofold.launcher.output import Output
 from zerofold.launcher.plan import HostPlan, unpack
@@ -31,6 +32,7 @@ HELLO_S = 180.0  # importing torch from a cold network disk takes its time
 PATIENCE_S = 15.0
 ECHO_S = 1.0  # for the failures of other hosts, one of which may be the first
 POLL_S = 0.2
+BLOCKED_S = 3 * POLL_S  # a step that takes longer: nobody takes what this process writes
 LATE_S = 5.0  # beyond the grace of the ranks, for an agent to end
 CLOCK_S = 1.0  # clocks of hosts closer than this are taken as equal
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -85,10 +87,12 @@ class Job:
         # Bounded: ranks that write faster than the terminal shows wait, as they would on a plain terminal.
         self._messages: queue.Queue[tuple[_Agent, str | None]] = queue.Queue(maxsize=1000)
         self._failures: list[Failure] = []
+        self._restarted: list[list[Failure]] = []
         self._lost: list[str] = []
         self._failed_at = self._stopped_at = float("inf")
         self._signals: list[int] = []
         self._obeyed = 0
+        self._moved_at = time.monotonic()
 
     def run(self, plans: Sequence[HostPlan], commands: Mapping[str, Sequence[str]]) -> int:
         with self._catching_signals():
@@ -106,9 +110,13 @@ class Job:
     @contextlib.contextmanager
     def _catching_signals(self) -> Iterator[None]:
         def note(number: int, frame: FrameType | None) -> None:
+            if self._signals and time.monotonic() > self._moved_at + BLOCKED_S:
+                os._exit(128 + number)  # the end of their orders stops the agents
             self._signals.append(number)
 
-        before = {number: signal.signal(number, note) for number in SIGNALS}
+        # One that is ignored stays so: nohup and a shell's background jobs count on it.
+        caught = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in caught}
         try:
             yield
         finally:
@@ -148,7 +156,7 @@ class Job:
             self._take()
             for agent in missing:
                 if agent.ended:
-                    raise CannotStart(self._how_it_was_lost(agent))
+                    raise CannotStart(f"{agent.host}: {self._how_it_was_lost(agent)}")
             hosts = ", ".join(agent.host for agent in missing)
             if time.monotonic() > begin + HELLO_S:
                 raise CannotStart(f"no answer from {hosts} within {HELLO_S:g} s: is it up, and reached by this shell?")
@@ -196,6 +204,7 @@ class Job:
                 return
 
     def _take(self) -> None:
+        self._moved_at = time.monotonic()
         try:
             agent, line = self._messages.get(timeout=POLL_S)
         except queue.Empty:
@@ -203,8 +212,7 @@ class Job:
         if line is None:
             agent.open_streams -= 1
             if agent.ended and agent.hello and not agent.answered and not self._signals:
-                self._lost.append(self._how_it_was_lost(agent))
-                self._failed_at = min(self._failed_at, time.monotonic())
+                self._lose(agent)
             return
         message = unpack(line)
         if message is None:
@@ -223,6 +231,8 @@ class Job:
         elif kind == "hello":
             skew = time.time() - message["time"]
             agent.hello = {**message, "skew": skew if abs(skew) > CLOCK_S else 0.0}
+        elif kind == "restarted":
+            self._note_restart(agent, message["failures"])
         else:
             agent.answered = True
             if kind == "failed":
@@ -231,6 +241,29 @@ class Job:
                 self._lost.append(f"{agent.host}: {message['message']}")
             if kind in ("failed", "refused"):
                 self._failed_at = min(self._failed_at, time.monotonic())
+
+    def _note_restart(self, agent: _Agent, failures: list[dict[str, Any]]) -> None:
+        """Once for all hosts: those without a failed rank start theirs again too."""
+        self._restarted.append([self._failure(agent, values) for values in failures])
+        attempt, others = divmod(len(self._restarted), len(self._agents))
+        if others:
+            return
+        every = [failure for found in self._restarted[-len(self._agents) :] for failure in found]
+        causes = [failure for failure in every if not failure.was_ended]
+        cause = short(first_failure(causes)) if causes else "a rank failed"
+        restarts = agent.plan.max_restarts
+        self._output.note(f"zerofold launch: {cause}; starting all ranks again ({attempt} of {restarts} restarts)")
+
+    def _lose(self, agent: _Agent) -> None:
+        text = self._how_it_was_lost(agent)
+        self._failed_at = min(self._failed_at, time.monotonic())
+        if self._stopped_at != float("inf"):  # it was told to stop: that it took too long is no cause of anything
+            self._lost.append(f"{agent.host}: {text}")
+            return
+        ranks_before = sum(len(other.plan.slots) for other in self._agents[: self._agents.index(agent)])
+        code = agent.process.poll() or 1
+        lost = Failure(host=agent.host, rank=ranks_before, exit_code=code, when=time.time(), lost=text)
+        self._failures.append(lost)
 
     def _failure(self, agent: _Agent, values: dict[str, Any]) -> Failure:
         return Failure(host=agent.host, **{**values, "when": values["when"] + agent.hello["skew"]})
@@ -275,11 +308,11 @@ class Job:
         code = agent.process.poll()
         lines = "".join(f"\n  {line}" for line in agent.last_lines)
         if agent.hello:
-            return f"{agent.host}: the agent there ended with exit code {code} and said nothing more{lines}"
+            return f"the agent there ended with exit code {code} and said nothing more{lines}"
         if not agent.command:
-            return f"{agent.host}: the agent did not start (exit code {code}){lines}"
+            return f"the agent did not start (exit code {code}){lines}"
         return (
-            f"{agent.host}: the agent did not start (exit code {code}): {' '.join(agent.command)}{lines}\n"
+            f"the agent did not start (exit code {code}): {' '.join(agent.command)}{lines}\n"
             "  Can this host be reached without a password, and is zerofold installed there for the same Python?"
         )
 

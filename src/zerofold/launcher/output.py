@@ -97,5 +97,7 @@ class Output:
             # One line at the bottom, that of the lowest rank which has one: more would need the whole screen.
             width = shutil.get_terminal_size().columns - 1
             parts.append(self._live[min(self._live)][:width])
-        out.write("".join(parts))
+        text, encoding = "".join(parts), out.encoding or "utf-8"
+        # A terminal without the letters for it shows an escape.
+        out.write(text.encode(encoding, "backslashreplace").decode(encoding))
         out.flush()

@@ -86,7 +86,8 @@ def _be_the_child(entry: Callable[[], int], ours: Sequence[int], theirs: Sequenc
     code = 1
     try:
         os.setsid()
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
         for number, file in enumerate(theirs):
             os.dup2(file, number)
         # The other ends too: while the child holds one, it would not see that the terminal is gone.

@@ -23,6 +23,8 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from zerofold.launcher.watch import Watch
+
 STREAMS = ("stdout", "stderr")
 CHUNK = 1 << 16
 LONGEST_LINE = 1 << 20
@@ -86,10 +88,12 @@ class _Pipe:
 class Relay(LogsSpecs):
     """The pipes of one host's ranks, and the thread that empties them."""
 
-    def __init__(self, folder: Path, local_world: int, send: Send) -> None:
+    def __init__(self, folder: Path, local_world: int, send: Send, watch: Watch) -> None:
         super().__init__()
         self._folder = folder
         self._send = send
+        self._watch = watch
+        self._starts = 0
         self._ranks: dict[int, int] = {}
         self._pipes = [self._open(rank, stream) for rank in range(local_world) for stream in STREAMS]
         self._ending = threading.Event()
@@ -103,9 +107,14 @@ class Relay(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Where torch's agent lets its workers write; called once for every start of them."""
         self._ranks = {local_rank: int(values["RANK"]) for local_rank, values in envs.items()}
-        attempt = envs[0].get("TORCHELASTIC_RESTART_COUNT", "0")
+        if self._starts:
+            self._send("restarted", failures=self._watch.failures())
+        # Not torch's count of restarts, which grows only on the hosts where a rank failed.
+        self._starts += 1
+        files = {rank: self._folder / f"error-{self._starts}-{rank}.json" for rank in envs}
         for local_rank, values in envs.items():
-            values["TORCHELASTIC_ERROR_FILE"] = str(self._folder / f"error-{attempt}-{local_rank}.json")
+            values["TORCHELASTIC_ERROR_FILE"] = str(files[local_rank])
+        self._watch.begin({self.rank_of(local_rank): file for local_rank, file in files.items()})
         return LogsDest(
             stdouts={rank: str(self._path(rank, "stdout")) for rank in envs},
             stderrs={rank: str(self._path(rank, "stderr")) for rank in envs},
