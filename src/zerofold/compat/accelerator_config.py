@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -58,4 +59,7 @@ def options_of(
         )
     passed = optimizers[0] if optimizers else None
     announce(settings, passed, has_engine=False)
-    return Found({**shard_arguments(settings, passed), "clip": settings.clip}, settings.accumulate, settings)
+    options = {**shard_arguments(settings, passed), "clip": settings.clip}
+    if settings.precision is not None:  # as with mixed_precision=: a loss outside the model meets fp32
+        options["precision"] = replace(settings.precision, outputs=torch.float32)
+    return Found(options, settings.accumulate, settings)
