@@ -104,7 +104,7 @@ def continued_runs(folders: list[Path], stage: int, own: Path) -> list[tuple[lis
     return found
 
 
-@pytest.mark.parametrize("counts", [(1, 2, 3), (1, 2, 3, 4)])
+@pytest.mark.parametrize("counts", [(1, 3), (1, 2, 3, 4)])
 def test_every_number_of_ranks_and_stage_loads_every_other(
     ranks: RankPool, tmp_path: Path, counts: tuple[int, ...]
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,9 @@ class Checkpoints:
     lr_scheduler: Any
     micro_steps: int
     global_steps: int
+    gradient_accumulation_steps: Callable[[], int]
     _boundary: bool | None
-
-    def gradient_accumulation_steps(self) -> int:
-        raise NotImplementedError
+    _count_to_boundary: Callable[[], None]
 
     def save_checkpoint(
         self,
@@ -120,9 +119,6 @@ class Checkpoints:
             self._count_to_boundary()
         latest = named_latest(folder)
         return str(folder / latest if tag is None and latest is not None else path), client_state
-
-    def _count_to_boundary(self) -> None:
-        raise NotImplementedError
 
     def _tell_of_unfinished_step(self) -> None:
         begun = self.micro_steps % self.gradient_accumulation_steps()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ class Queries:
     settings: Settings
     world_size: int
     _batch: tuple[int, int, int]  # of a step; of a micro-batch; micro-batches in a step
+    _count_to_boundary: Callable[[], None]
 
     def train_batch_size(self) -> int:
         return self._batch[0]
@@ -54,9 +56,6 @@ class Queries:
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"gradient_accumulation_steps={steps!r} must be a whole number of at least 1")
         self.set_train_batch_size(self._batch[1] * self.world_size * steps)
-
-    def _count_to_boundary(self) -> None:
-        raise NotImplementedError
 
     @property
     def local_rank(self) -> int:
