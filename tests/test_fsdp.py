@@ -513,3 +513,27 @@ def test_misuse_is_told(ranks: Any, case: str, words: str) -> None:
     for error in ranks(2, raised, misuse, case):
         assert words in error
         assert "\n" not in error
+
+
+def alone_in_bf16(strategy: ShardingStrategy) -> list[float]:
+    """AdamW, which wants gradients of its masters' dtype, accumulating two backwards in every second step."""
+    model = make_model()
+    wrapped = FSDP(model, sharding_strategy=strategy, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    (batch,) = batches(1)
+    losses = []
+    for step in range(6):
+        for _ in range(1 + step % 2):
+            loss = wrapped(*batch)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    zf.close(model)
+    return losses
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD])
+def test_a_single_rank_trains_in_16_bits(ranks: Any, strategy: ShardingStrategy) -> None:
+    (losses,) = ranks(1, alone_in_bf16, strategy)
+    assert losses[-1] < losses[0] - 0.3

@@ -22,6 +22,8 @@ from zerofold.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from zerofold.fsdp import MixedPrecision, ShardingStrategy, transformer_auto_wrap_policy
 
 HAS_CUDA = torch.cuda.is_available()
+# The example gives every rank the GPU of its number, and what it is compared with here is on the CPU.
+on_the_cpu = pytest.mark.skipif(HAS_CUDA, reason="tests/test_gpu_faces.py runs it on a GPU")
 
 fpSixteen = MixedPrecision(  # noqa: N816
     param_dtype=torch.float16,
@@ -61,6 +63,7 @@ def setup_model(name: str) -> tuple[Any, Any]:
 def loader(rank: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     ids = [torch.randint(1, 64, (2, 14), generator=generator) for _ in range(2)]
+    ids = [each.cuda() for each in ids] if HAS_CUDA else ids
     return [{"input_ids": each[:, :8], "labels": each[:, 8:].contiguous()} for each in ids]
 
 
@@ -166,6 +169,7 @@ def run_t5(precision: MixedPrecision | None, held: bool) -> tuple[float, list[fl
     return difference, args.losses, reference.losses
 
 
+@on_the_cpu
 @pytest.mark.parametrize("held", [False, True])
 def test_the_t5_example_equals_ddp(ranks: Any, held: bool) -> None:
     for difference, losses, expected in ranks(2, run_t5, None, held):
@@ -173,6 +177,7 @@ def test_the_t5_example_equals_ddp(ranks: Any, held: bool) -> None:
         assert difference <= 1e-5
 
 
+@on_the_cpu
 @pytest.mark.parametrize("precision", [bfSixteen, fpSixteen], ids=["bf16", "fp16"])
 def test_the_t5_example_in_16_bits(ranks: Any, precision: MixedPrecision) -> None:
     for _, losses, expected in ranks(2, run_t5, precision, False):

@@ -226,3 +226,28 @@ def test_the_trainer_on_a_gpu(tmp_path: Path) -> None:
     assert "zerofold" in done.stdout.partition("library")[2].splitlines()[0]
     assert "device cuda:0 saved torch.bfloat16" in done.stdout
     assert "fell True resumed True" in done.stdout, done.stdout[-3000:]
+
+
+T5 = """
+from types import SimpleNamespace
+from tests.test_fsdp_t5 import fsdp_main
+from zerofold.process_group import join_process_group
+join_process_group()
+for held in (False, True):
+    args = SimpleNamespace(lr=1e-2, gamma=0.9, epochs=8, losses=[], precision=None, held=held)
+    model = fsdp_main(args)
+    print("held", held, next(model.parameters()).device, "fell", args.losses[-1] < args.losses[0] - 1, args.losses)
+"""
+
+
+@needs_gpu
+def test_the_t5_example_on_a_gpu(tmp_path: Path) -> None:
+    """Every line of it, those that need CUDA and those that find out about bf16 too."""
+    (tmp_path / "t5.py").write_text(T5)
+    command = [sys.executable, "-m", "zerofold", "launch", "--num_gpus", "1", "t5.py"]
+    paths = [str(ROOT / "src"), str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "held False cuda:0 fell True" in done.stdout, done.stdout
+    assert "held True cuda:0 fell True" in done.stdout, done.stdout

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerofold.engine import Engine
 from zerofold.optim.attach import put_onto_pieces
+from zerofold.sharded import ShardedTensor
 
 
 def follow_optimizers(engine: Engine) -> None:
@@ -24,7 +25,15 @@ def follow_optimizers(engine: Engine) -> None:
     looked_at: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # with how many groups
     link = ref(engine)  # torch keeps the hook, which must not keep the model
 
+    # A single rank has its gradients as autograd made them, 16-bit, and torch's optimizers want the masters' dtype.
+    widens = engine.groups.everyone.size == 1 and engine.precision.is_mixed
+
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        look(optimizer)
+        if widens:
+            _widen_gradients(optimizer)
+
+    def look(optimizer: torch.optim.Optimizer) -> None:
         if looked_at.get(optimizer) == len(optimizer.param_groups):
             return
         alive = link()
@@ -35,6 +44,13 @@ def follow_optimizers(engine: Engine) -> None:
     stop = finalize(engine, register_optimizer_step_pre_hook(before_step).remove)
     stop.atexit = False
     engine.on_close.append(stop)
+
+
+def _widen_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        gradient = parameter.grad
+        if isinstance(gradient, ShardedTensor) and gradient.dtype is not parameter.dtype:
+            parameter.grad = ShardedTensor(gradient.local.to(parameter.dtype), gradient.spec)
 
 
 def follow(optimizer: torch.optim.Optimizer) -> None:
