@@ -22,7 +22,7 @@ ROOMS = [
     "groups",
     "watch",
     "memory",
-    "fingerprints",
+    "offload",  # which unit's states go where: arithmetic, no model yet
     "guard",
     "shard_spec",
     "sharded",

@@ -1,4 +1,6 @@
-"""Where the three states of a unit live. A ZeRO stage is a row of the table at the end, never a branch elsewhere.
+"""Where the three states of a unit live: over which ranks, and in which memory.
+
+A ZeRO stage is a row of the table at the end, never a branch elsewhere.
 
 The ranks form a mesh of two axes: ranks INSIDE a group, and the groups ACROSS each other. One group holding all
 ranks is the ordinary case; then the axis ACROSS has size 1.
@@ -19,6 +21,31 @@ class Cut(Enum):
     EVEN = "even"  # equal ranges of the flat space, whatever parameters they cut through
     WHOLE = "whole"  # whole parameters, each with one owner
     FIRST = "first"  # whole parameters, all owned by the first rank
+
+
+class Tier(Enum):
+    """Which memory a state is in while nobody uses it."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where the three states of one unit live; different units may choose differently.
+
+    >>> Tiers().is_offloaded, Tiers(optimizer=Tier.HOST).is_offloaded
+    (False, True)
+    """
+
+    optimizer: Tier = Tier.DEVICE  # masters and moments
+    gradients: Tier = Tier.DEVICE  # from the end of a unit's backward to the update
+    parameters: Tier = Tier.DEVICE  # what forward computes with, between uses
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self != Tiers()
 
 
 @dataclass(frozen=True)
