@@ -74,13 +74,18 @@ class DiskStore:
         self.nbytes = whole_pages(nbytes)
         self._block = block
         self._file = WorkFile(folder, nbytes, rank)
-        self._map = mmap.mmap(self._file.fd, self._file.size)
         self._space = Space(PAGE, self.nbytes)
         self._manifest_is_old = False
         self._lock = threading.Lock()  # of the space and the manifest: requests may come from several threads
         self._checksums = Checksums() if checksums else None
         self._queue = BlockQueue(self._file, threads, self._checksums)
         self._end = weakref.finalize(self, _end, self._queue, self._file, os.getpid())
+
+    @property
+    def _map(self) -> mmap.mmap:
+        if self._file.map is None:
+            raise DiskError(errno.EBADF, f"{self.path}: the store is closed")
+        return self._file.map
 
     @property
     def path(self) -> str:
@@ -191,7 +196,7 @@ class DiskStore:
             raise ValueError(f"the {what}: the offset is no multiple of {PAGE}")
         if is_write and nbytes % PAGE and offset + whole_pages(nbytes) != extent.end:
             raise ValueError(f"the {what}: {nbytes:,} is no multiple of {PAGE} and the extent goes on behind it")
-        request = Request(self._queue, what, is_write=is_write, first=first)
+        request = Request(self._queue, what, keep=self, is_write=is_write, first=first)
         if not nbytes:
             request.set_done()
             return request

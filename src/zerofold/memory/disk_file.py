@@ -51,6 +51,7 @@ class WorkFile:
     def __init__(self, folder: str | os.PathLike[str], nbytes: int, rank: int) -> None:
         self.folder = Path(folder)
         self.size = PAGE + whole_pages(nbytes)
+        self.map: mmap.mmap | None = None
         self.tag = secrets.token_hex(8)
         self.path = self.folder / f"zerofold-rank{rank}-pid{os.getpid()}-{self.tag}.states"
         self.manifest = self.path.with_name(self.path.name + ".json")
@@ -64,10 +65,12 @@ class WorkFile:
             "bytes": self.size,
         }
         _make_folder(self.folder)
-        remove_leftovers(self.folder)
-        self._check_room()
         try:
+            others = remove_leftovers(self.folder)
+            self._check_room(patience=2.0 if others else 0.0)  # another rank may be removing leftovers just now
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        except DiskError:
+            raise
         except OSError as error:
             raise self._refusal("no file can be made in it", error) from error
         try:
@@ -76,6 +79,7 @@ class WorkFile:
             os.pwrite(self.fd, _header(self._about), 0)
             self.write_manifest([])
             self.is_direct = self._go_direct()
+            self.map = mmap.mmap(self.fd, self.size)
         except BaseException as error:
             self.remove()
             if isinstance(error, OSError) and not isinstance(error, DiskError):
@@ -94,15 +98,19 @@ class WorkFile:
     def remove(self) -> None:
         for path in (self.path, self.manifest, self.manifest.with_name(self.manifest.name + ".new")):
             path.unlink(missing_ok=True)
+        self.map = None  # gone from memory with the last tensor of it, and only then is the room free
         os.close(self.fd)
 
     def is_whole(self) -> bool:
         """False if somebody cut the file: a later write would lengthen it again, with zeros where states were."""
         return os.fstat(self.fd).st_size == self.size
 
-    def _check_room(self) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if self.size > free:
+    def _check_room(self, patience: float) -> None:
+        until = time.monotonic() + patience
+        while (free := shutil.disk_usage(self.folder).free) < self.size:
+            if time.monotonic() < until:
+                time.sleep(0.1)
+                continue
             raise DiskError(
                 errno.ENOSPC,
                 f"the offload folder {self.folder} has too little room: {self.size:,} bytes needed for this rank, "
@@ -136,8 +144,12 @@ class WorkFile:
         return False
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what killed processes of this machine left in `folder`, and says so; touches nothing else."""
+def remove_leftovers(folder: Path) -> bool:
+    """Removes what killed processes of this machine left in `folder`, and says so; touches nothing else.
+
+    Returns whether somebody else has a file open there.
+    """
+    others = False
     for path in sorted(folder.iterdir()):
         named = _NAME.fullmatch(path.name)
         if named is None:
@@ -149,10 +161,11 @@ def remove_leftovers(folder: Path) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_leftover(path, fd, named.group(1))
-        except OSError:  # somebody holds it: a run beside this one
-            continue
+        except OSError:
+            others = True
         finally:
             os.close(fd)
+    return others
 
 
 def _remove_leftover(path: Path, fd: int, tag: str) -> None:
@@ -161,11 +174,11 @@ def _remove_leftover(path: Path, fd: int, tag: str) -> None:
         return
     size, whose = os.fstat(fd).st_size, f"process {about.get('pid')} on {about.get('host')}"
     if about.get("host") != socket.gethostname():  # a lock need not reach over a shared folder
-        warnings.warn(f"{path} ({size:,} bytes) is of {whose}; if that has ended, remove it by hand", stacklevel=6)
+        warnings.warn(f"{path} ({size:,} bytes) is of {whose}; if that has ended, remove it by hand", stacklevel=5)
         return
     path.unlink()
     path.with_name(path.name + ".json").unlink(missing_ok=True)
-    warnings.warn(f"removed {path} ({size:,} bytes), left behind by {whose}, which ended early", stacklevel=6)
+    warnings.warn(f"removed {path} ({size:,} bytes), left behind by {whose}, which ended early", stacklevel=5)
 
 
 def _header(about: dict[str, Any]) -> bytes:

@@ -25,7 +25,7 @@ STUCK_SECONDS = 60.0  # without one finished block
 class Request:
     """A read or write under way; `wait` returns when all of it is done and raises DiskError if it failed."""
 
-    def __init__(self, queue: BlockQueue, what: str, *, is_write: bool, first: bool = False) -> None:
+    def __init__(self, queue: BlockQueue, what: str, *, keep: object, is_write: bool, first: bool = False) -> None:
         self.what = what
         self.is_write = is_write
         self.first = first
@@ -35,6 +35,7 @@ class Request:
         self.earlier = 0  # requests on the same bytes that must be done before
         self.later: list[Request] = []
         self._queue = queue
+        self._keep = keep  # the store, whose end would wait for requests: it has none while there are any
         self._done = threading.Event()
 
     @property
@@ -139,8 +140,9 @@ class BlockQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        if threading.current_thread() not in self._threads:  # the garbage collector ends a store wherever it likes
+            for thread in self._threads:
+                thread.join()
 
     def _admit(self, request: Request) -> None:
         waiting = self._waiting[request.is_write]
