@@ -96,8 +96,10 @@ class Search:
         cuts = range(count, -1, -1) if self.offload.parameters == AUTO else [count]
         stride = -(-len(cuts) // _MOST_CUTS_TRIED)
         tried = dict.fromkeys([*cuts[::stride], cuts[-1]])
-        for keeps_slots in (True, False):
-            found = [walk for cut in tried if (walk := self._walk(room, cut, keeps_slots)) is not None]
+        forward = range(count)
+        largest_first = sorted(forward, key=lambda index: -self.units[index].kept)  # packs best where sizes differ much
+        for order, keeps_slots in ((forward, True), (forward, False), (largest_first, True), (largest_first, False)):
+            found = [walk for cut in tried if (walk := self._walk(room, cut, order, keeps_slots)) is not None]
             if found:
                 best = min(found, key=lambda walk: sum(choice.cost for choice in walk))
                 moved = dict(self.improvements(best, room))
@@ -121,8 +123,8 @@ class Search:
                         yield index, choice
                         break
 
-    def _walk(self, room: Room, cut: int, keeps_slots: bool) -> list[Choice] | None:
-        """Forward order, each unit to the first memory that holds it and what later units need there at the least.
+    def _walk(self, room: Room, cut: int, order: Sequence[int], keeps_slots: bool) -> list[Choice] | None:
+        """In `order`, each unit to the first memory that holds it and what later ones need there at the least.
 
         `keeps_slots`: host memory for the gradients of later units, should they go to the disk.
         """
@@ -132,23 +134,24 @@ class Search:
             for choices in allowed
         ]
         later = total_bytes(least)
-        used, walk = Bytes(), []
-        for choices, own in zip(allowed, least, strict=True):
-            later -= own
-            # On the device nothing later needs a slot yet: whoever comes after may find room there too.
+        used, walk = Bytes(), {}
+        for index in order:
+            later -= least[index]
+            on_device = Bytes(later.device)
             found = next(
                 (
                     choice
-                    for choice in choices
-                    if room.fits(used + choice.size + (later if choice.size.host else Bytes(later.device)))
+                    for choice in allowed[index]
+                    # What takes nothing of the host leaves the slots there to others.
+                    if room.fits(used + choice.size + (later if choice.size.host else on_device))
                 ),
                 None,
             )
             if found is None:
                 return None
             used += found.size
-            walk.append(found)
-        return walk
+            walk[index] = found
+        return [walk[index] for index in range(len(self.units))]
 
     def _optimizers(self) -> list[list[Tier]]:
         """The tiers open to each unit's optimizer states."""
