@@ -54,8 +54,11 @@ def bytes_of(unit: UnitSize, tiers: Tiers) -> ByTier:
     trained = unit.trained
     shard_state, shard_bytes = OPTIMIZER, trained * unit.master_bytes
     copy = 0
+    gradient = trained * unit.gradient_bytes
     if tiers.optimizer is not Tier.DEVICE and not unit.whole_parameters:
         copy = trained * unit.compute_bytes
+        if tiers.parameters is tiers.gradients is Tier.HOST and copy != gradient:
+            copy = 0  # no slot to share: parameters are made from the masters, wherever they are needed
     if not unit.has_master and (tiers.optimizer is tiers.parameters):
         # The shard itself is what forward computes with. Where parameters are whole it is a range of them.
         shard_state, copy = PARAMETERS, 0
@@ -63,7 +66,6 @@ def bytes_of(unit: UnitSize, tiers: Tiers) -> ByTier:
     found[tiers.optimizer][shard_state] += shard_bytes
     found[tiers.optimizer][OPTIMIZER] += trained * unit.moments_bytes
     found[tiers.parameters][PARAMETERS] += copy
-    gradient = trained * unit.gradient_bytes
     if tiers.gradients is Tier.DEVICE or tiers.gradients is not tiers.parameters or gradient != copy:
         found[tiers.gradients][GRADIENTS] += gradient
     if unit.whole_parameters:
