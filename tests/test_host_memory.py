@@ -104,6 +104,21 @@ def test_segments_are_pinned_in_order_while_their_owner_writes(driver: FakeDrive
     assert list(driver.registered) == [second.data_ptr()]
     arena.close()
     assert not driver.registered
+    with pytest.raises(RuntimeError, match="this arena is closed"):
+        arena.take(1)
+
+
+def test_closing_does_not_wait_for_what_is_not_pinned_yet(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, gate = threading.Event(), threading.Event()
+    monkeypatch.setattr("zerofold.memory.arena._touch", lambda mapping: (started.set(), gate.wait(10)))
+    arena = HostArena(pins=True)
+    blocks = [arena.take(PAGE) for _ in range(3)]
+    started.wait(10)
+    arena.give(blocks[1])
+    threading.Timer(0.05, gate.set).start()
+    arena.close()
+    assert not driver.registered
+    assert len(driver.resident_at_registration) == 1, "only the one that was under way"
 
 
 def test_an_arena_that_nobody_closes_unpins_before_its_memory_goes(driver: FakeDriver) -> None:
@@ -144,6 +159,26 @@ def test_wrong_blocks_and_sizes_are_named() -> None:
         arena.take(0)
     with pytest.raises(MemoryError, match=r"cannot take 1048576.00 GiB of host memory: Cannot allocate"):
         arena.take(2**50)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_on_a_gpu_copies_return_at_once() -> None:
+    arena = HostArena(pins=True)
+    block = arena.take(256 * MIB + 1)
+    arena.wait(block)
+    assert block.is_pinned()
+    values = block[PAGE : 128 * MIB].view(torch.float32).fill_(3)
+    on_device = torch.empty_like(values, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)  # cycles: a quarter of a second
+    on_device.copy_(values, non_blocking=True)
+    assert not torch.cuda.current_stream().query(), "the copy waited for the GPU"
+    torch.cuda.synchronize()
+    assert torch.equal(on_device, torch.full_like(on_device, 3))
+    arena.give(block)
+    assert not block.is_pinned()
+    assert values[0] == 3
+    arena.close()
 
 
 def machine(folder: Path, cgroups: str, files: dict[str, str]) -> tuple[Path, Path]:

@@ -63,7 +63,7 @@ class HostWorker:
     submitted until somebody has waited for a failed job: a step of which one unit was not updated must not go on as
     if it were whole. After that, new work runs again; what was submitted before still does not.
 
-    `submit`, `wait` and `close` are for one thread.
+    `submit`, `wait` and `close` are for one thread. A process that ends first finishes what was submitted.
 
     >>> worker, done = HostWorker(threads=1, cores=None), []
     >>> job = worker.submit(lambda: done.append(torch.get_num_threads()))
