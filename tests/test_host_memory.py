@@ -1,12 +1,10 @@
-"""Host memory for offloaded states, how much of it there is, and the thread that updates in it."""
+"""Host memory for offloaded states, and how much of it there is."""
 
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +13,6 @@ import torch
 
 from zerofold.memory.arena import HostArena
 from zerofold.memory.host import HostMemory, host_memory, peak_resident, usable_cores
-from zerofold.optim.host_worker import HostWorker, host_candidates, measure_host_update
 
 PAGE = 4096
 MIB, GIB = 2**20, 2**30
@@ -104,6 +101,21 @@ def test_segments_are_pinned_in_order_while_their_owner_writes(driver: FakeDrive
     assert list(driver.registered) == [second.data_ptr()]
     arena.close()
     assert not driver.registered
+    with pytest.raises(RuntimeError, match="this arena is closed"):
+        arena.take(1)
+
+
+def test_closing_does_not_wait_for_what_is_not_pinned_yet(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, gate = threading.Event(), threading.Event()
+    monkeypatch.setattr("zerofold.memory.arena._touch", lambda mapping: (started.set(), gate.wait(10)))
+    arena = HostArena(pins=True)
+    blocks = [arena.take(PAGE) for _ in range(3)]
+    started.wait(10)
+    arena.give(blocks[1])
+    threading.Timer(0.05, gate.set).start()
+    arena.close()
+    assert not driver.registered
+    assert len(driver.resident_at_registration) == 1, "only the one that was under way"
 
 
 def test_an_arena_that_nobody_closes_unpins_before_its_memory_goes(driver: FakeDriver) -> None:
@@ -144,6 +156,26 @@ def test_wrong_blocks_and_sizes_are_named() -> None:
         arena.take(0)
     with pytest.raises(MemoryError, match=r"cannot take 1048576.00 GiB of host memory: Cannot allocate"):
         arena.take(2**50)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_on_a_gpu_copies_return_at_once() -> None:
+    arena = HostArena(pins=True)
+    block = arena.take(256 * MIB + 1)
+    arena.wait(block)
+    assert block.is_pinned()
+    values = block[PAGE : 128 * MIB].view(torch.float32).fill_(3)
+    on_device = torch.empty_like(values, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)  # cycles: a quarter of a second
+    on_device.copy_(values, non_blocking=True)
+    assert not torch.cuda.current_stream().query(), "the copy waited for the GPU"
+    torch.cuda.synchronize()
+    assert torch.equal(on_device, torch.full_like(on_device, 3))
+    arena.give(block)
+    assert not block.is_pinned()
+    assert values[0] == 3
+    arena.close()
 
 
 def machine(folder: Path, cgroups: str, files: dict[str, str]) -> tuple[Path, Path]:
@@ -228,92 +260,3 @@ def test_the_peak_is_of_this_process() -> None:
     block = torch.ones(64 * MIB, dtype=torch.uint8)
     assert resident_bytes() <= peak_resident()
     assert block.nbytes < peak_resident()
-
-
-def test_work_runs_in_order_and_beside_the_caller() -> None:
-    worker, seen, gate = HostWorker(1, None), [], threading.Event()
-    jobs = [worker.submit(lambda: seen.append(gate.wait(10)))]
-    jobs += [worker.submit(lambda index=index: seen.append(index)) for index in range(3)]
-    assert not any(job.is_done for job in jobs)
-    gate.set()
-    jobs[-1].wait()
-    assert seen == [True, 0, 1, 2]
-    assert all(job.is_done for job in jobs)
-    worker.close()
-
-
-def test_a_failure_takes_the_rest_of_its_step_with_it_and_no_more() -> None:
-    worker, seen, gate = HostWorker(1, None), [], threading.Event()
-
-    def broken_update() -> None:
-        raise ZeroDivisionError("unit 3")
-
-    before = worker.submit(lambda: seen.append("before"))
-    failed = worker.submit(broken_update)
-    held = worker.submit(lambda: seen.append("never"))
-    before.wait()
-    while not held.is_done:
-        time.sleep(0.001)
-    later = worker.submit(lambda: (gate.wait(10), seen.append("never")))  # nobody knows of the failure yet
-    with pytest.raises(ZeroDivisionError, match="unit 3") as error:
-        held.wait()
-    assert "broken_update" in [entry.name for entry in error.traceback]
-    new = worker.submit(lambda: seen.append("new"))
-    gate.set()
-    for job in (failed, later):
-        with pytest.raises(ZeroDivisionError) as again:
-            job.wait()
-        assert again.value is error.value
-    new.wait()
-    worker.close()
-    assert seen == ["before", "new"]
-
-
-def test_closing_raises_a_failure_that_nobody_has_seen() -> None:
-    worker = HostWorker(1, None)
-    worker.submit(lambda: [][0])  # type: ignore[arg-type, return-value]
-    with pytest.raises(IndexError):
-        worker.close()
-
-
-def affinity_of_threads() -> dict[int, frozenset[int]]:
-    return {int(name): frozenset(os.sched_getaffinity(int(name))) for name in os.listdir("/proc/self/task")}
-
-
-def test_the_worker_has_threads_and_cores_of_its_own() -> None:
-    of_caller, cores, before = torch.get_num_threads(), os.sched_getaffinity(0), affinity_of_threads()
-    one_core, seen = frozenset([min(cores)]), []
-    worker = HostWorker(3, one_core)
-    values = torch.zeros(2**20)
-    # An operation starts the worker's team.
-    worker.submit(lambda: seen.extend([torch.get_num_threads(), values.add_(1) is values])).wait()
-    team = {thread: mask for thread, mask in affinity_of_threads().items() if thread not in before}
-    assert list(team.values()) == [one_core] * 3
-    assert seen == [3, True]
-    # Neither this thread nor one that starts later is changed.
-    assert torch.get_num_threads() == of_caller
-    assert os.sched_getaffinity(0) == cores
-    newcomer = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    newcomer.start()
-    newcomer.join()
-    assert seen[-1] == of_caller
-    worker.close()
-
-
-def test_wrong_threads_and_cores_are_named() -> None:
-    with pytest.raises(ValueError, match="threads=0: a worker needs 1 or more"):
-        HostWorker(0, None)
-    with pytest.raises(ValueError, match=r"cores=\[4095\]: this process may use \[0"):
-        HostWorker(1, frozenset([4095]))
-
-
-def test_the_measured_choice_is_one_of_the_candidates_and_keeps_to_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    speed = measure_host_update(2**20)
-    assert (speed.threads, speed.cores) in host_candidates()
-    assert 1e6 < speed.parameters_per_second < 1e11
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr("zerofold.optim.host_worker.usable_cores", lambda: 4)
-    assert host_candidates() == [(4, None), (3, None), (2, None)]
-    monkeypatch.setattr("zerofold.optim.host_worker.usable_cores", lambda: 64)
-    bound = [(threads, cores) for threads, cores in host_candidates() if cores is not None]
-    assert [(threads, len(cores)) for threads, cores in bound] == [(63, 63), (62, 62)]

@@ -16,8 +16,11 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -28,6 +31,8 @@ GIB = 2**30
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 TOUCHED_AT_ONCE = 64 * 2**20  # bytes per call: enough that the calls cost nothing, few enough to share out
 TOUCHING_THREADS = 8  # more only wait for the same memory
+
+Pinning = tuple[Future[None], Callable[[], None]]
 
 
 class _Mapping(mmap.mmap):
@@ -89,16 +94,24 @@ class HostArena:
         self._device = torch.cuda.current_device() if pins else None  # starts CUDA here, not in the background
         self._show = show
         self._segments: dict[int, tuple[_Mapping, Future[None] | None]] = {}
-        self._pinning = ThreadPoolExecutor(1, thread_name_prefix="zerofold pinning")
+        self._queue: SimpleQueue[Pinning | None] = SimpleQueue()
+        # A daemon, because a process that ends at start-up would wait until all that is queued is pinned. It knows the
+        # queue alone, so that an arena which nobody closes can go.
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name="zerofold pinning", daemon=True)
+        self._end = weakref.finalize(self, self._queue.put, None)
         self._pinned_nbytes = 0  # written by the pinning thread, and by `give` once that segment's pinning is over
         self._counting = threading.Lock()
         self.nbytes = 0
         self.peak_nbytes = 0
+        if pins:
+            self._thread.start()
 
     def take(self, nbytes: int) -> Tensor:
         """A 1-D uint8 tensor of zeros on a page of its own. It may be used at once; see `wait` for copies."""
         if nbytes < 1:
             raise ValueError(f"take({nbytes}): a segment has at least one byte; keep an empty state elsewhere")
+        if not self._end.alive:
+            raise RuntimeError(f"take({nbytes}): this arena is closed; make another one")
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -108,11 +121,12 @@ class HostArena:
                 f"tier. {host_memory().available / GIB:.2f} GiB are available"
             ) from error
         _advise(mapping, "MADV_HUGEPAGE")  # fewer faults, and fewer address look-ups in the update
-        pinning = None
+        pinning: Future[None] | None = None
         if self._device is not None:
             # A fork, such as a data loader's, copies every pinned page for the child at once.
             _advise(mapping, "MADV_DONTFORK")
-            pinning = self._pinning.submit(self._pin, mapping)
+            pinning = Future()
+            self._queue.put((pinning, partial(self._pin, mapping)))
         block = torch.frombuffer(mapping, dtype=torch.uint8)
         self._segments[block.data_ptr()] = mapping, pinning
         self.nbytes += size
@@ -147,7 +161,9 @@ class HostArena:
         """Gives back every segment, the last first, because that one may still be waiting for its turn."""
         for mapping, _ in reversed(list(self._segments.values())):
             self.give(torch.frombuffer(mapping, dtype=torch.uint8))
-        self._pinning.shutdown()
+        self._end()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def _key(self, block: Tensor) -> int:
         key = block.untyped_storage().data_ptr()
@@ -156,8 +172,6 @@ class HostArena:
         return key
 
     def _pin(self, mapping: _Mapping) -> None:
-        if not threading.main_thread().is_alive():  # the process ends, and would wait for all that is queued
-            return
         assert self._device is not None
         torch.cuda.set_device(self._device)  # a thread starts with device 0, and would open a context there
         _touch(mapping)
@@ -170,6 +184,19 @@ class HostArena:
             pinned = self._pinned_nbytes
         if self._show is not None and nbytes > 0:
             self._show(pinned, self.nbytes)
+
+
+def _serve(queue: SimpleQueue[Pinning | None]) -> None:
+    while (item := queue.get()) is not None:
+        future, pin = item
+        if future.set_running_or_notify_cancel():
+            try:
+                pin()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+        del item, future, pin  # nothing is kept alive while this thread waits
 
 
 def _advise(mapping: mmap.mmap, name: str) -> None:

@@ -63,7 +63,7 @@ class HostWorker:
     submitted until somebody has waited for a failed job: a step of which one unit was not updated must not go on as
     if it were whole. After that, new work runs again; what was submitted before still does not.
 
-    `submit`, `wait` and `close` are for one thread.
+    `submit`, `wait` and `close` are for one thread. A process that ends first finishes what was submitted.
 
     >>> worker, done = HostWorker(threads=1, cores=None), []
     >>> job = worker.submit(lambda: done.append(torch.get_num_threads()))
@@ -135,15 +135,16 @@ class HostSpeed:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class HostTrial:
     speed: HostSpeed
     caller_rate: float
     """Small operations a second that the calling thread got done meanwhile."""
 
 
-def measure_host_update(
-    elements: int = 2**25, *, candidates: Sequence[tuple[int, frozenset[int] | None]] | None = None
-) -> HostSpeed:
+Candidates = Sequence[tuple[int, frozenset[int] | None]]
+
+
+def measure_host_update(elements: int = 2**25, *, candidates: Candidates | None = None) -> HostSpeed:
     """The threads and cores with which AdamW on the host is fastest, while this thread is as busy as in training.
 
     On an idle machine all cores would always win; but one core launches the GPU's kernels, and an OpenMP team is as
@@ -154,6 +155,14 @@ def measure_host_update(
     >>> speed.threads, speed.parameters_per_second > 0
     (1, True)
     """
+    trials = try_host_updates(elements, host_candidates() if candidates is None else candidates)
+    enough = CALLER_SHARE * max(trial.caller_rate for trial in trials)
+    speeds = [trial.speed for trial in trials if trial.caller_rate >= enough]
+    return max(speeds, key=lambda speed: speed.parameters_per_second)
+
+
+def try_host_updates(elements: int, candidates: Candidates) -> list[HostTrial]:
+    """One trial of each; `measure_host_update` chooses among them."""
     states = AdamTensors(
         torch.zeros(elements),
         torch.zeros(elements, dtype=torch.bfloat16),
@@ -163,12 +172,7 @@ def measure_host_update(
         step=1,
         seed=0,
     )
-    trials = [
-        _try(states, threads, cores) for threads, cores in (host_candidates() if candidates is None else candidates)
-    ]
-    enough = CALLER_SHARE * max(trial.caller_rate for trial in trials)
-    speeds = [trial.speed for trial in trials if trial.caller_rate >= enough]
-    return max(speeds, key=lambda speed: speed.parameters_per_second)
+    return [_try(states, threads, cores) for threads, cores in candidates]
 
 
 def host_candidates() -> list[tuple[int, frozenset[int] | None]]:
@@ -192,7 +196,7 @@ def _core_of_this_thread() -> int:
     return int(ctypes.CDLL(None).sched_getcpu()) if sys.platform == "linux" else 0
 
 
-def _try(states: AdamTensors, threads: int, cores: frozenset[int] | None) -> _Trial:
+def _try(states: AdamTensors, threads: int, cores: frozenset[int] | None) -> HostTrial:
     settings = AdamSettings(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     seconds: list[float] = []
 
@@ -216,4 +220,4 @@ def _try(states: AdamTensors, threads: int, cores: frozenset[int] | None) -> _Tr
         job.wait()
     worker.close()
     speed = HostSpeed(threads, cores, states.master.numel() / min(seconds[1:]))
-    return _Trial(speed, done / passed)
+    return HostTrial(speed, done / passed)
