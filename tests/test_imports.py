@@ -50,6 +50,7 @@ ROOMS = [
     "observe.out_of_memory",
     "optim",
     "access",
+    "park",
     "join",
     "activation",
     "parallel",

@@ -56,7 +56,9 @@ class ShardedTensor(torch.Tensor):
     @property
     def local(self) -> Tensor:
         """This rank's piece, in memory of the model's state: 1-D, possibly empty, or at its owner all of it."""
-        return self._local
+        local = self._local
+        self._spec.step.look(local)
+        return local
 
     @property
     def spec(self) -> ShardSpec:
@@ -101,6 +103,9 @@ class ShardedTensor(torch.Tensor):
         kwargs = kwargs or {}
         if any(tensor._whole is not None for tensor in _sharded_in(args, kwargs)):
             return _run_on_whole(func, args, kwargs)
+        for tensor in _sharded_in(args, kwargs):
+            if tensor._spec.step.parked and not tensor.is_cleared:
+                tensor._spec.step.look(tensor._local)
         return _run_on_pieces(func, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -154,7 +159,7 @@ class ShardedTensor(torch.Tensor):
         first = self._spec.own[0]
         for box in self._boxes():
             if box.offsets == tuple(index.offset):
-                return self._local.view(-1)[box.start - first : box.stop - first].view(box.sizes)
+                return self.local.view(-1)[box.start - first : box.stop - first].view(box.sizes)
         raise ValueError(f"'{self._spec.name}': this rank has no block at {tuple(index.offset)}")
 
     def _boxes(self) -> list[Box]:
@@ -164,11 +169,13 @@ class ShardedTensor(torch.Tensor):
         """The whole tensor, on every rank; all ranks must call it (the same as `zf.full`)."""
         if self.is_unreduced:
             raise RuntimeError(_unreduced(self))
+        # By what all ranks know: some may have an empty piece, which cannot be away, and would wait for the others.
+        self._spec.step.need(*(("parameters",) if isinstance(self, ShardedParameter) else ()))
         if self._spec.is_replicated:
-            return self._local.clone()
+            return self.local.clone()
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         flat, comm = whole.view(-1), self._spec.comm
-        flat[slice(*self._spec.own)] = self._local.reshape(-1)
+        flat[slice(*self._spec.own)] = self.local.reshape(-1)
         owners = [(rank, held) for rank, held in enumerate(self._spec.ranges) if held[1] > held[0]]
         handles = [comm.broadcast(flat[slice(*held)], rank, unit=self._spec.name) for rank, held in owners]
         for handle in handles:
