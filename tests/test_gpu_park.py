@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks import raised
 from tests.test_park import MORE_ROWS, ROWS, Case, differences
 from torch import nn
 
@@ -75,3 +76,28 @@ def test_the_memory_is_free_while_parked(ranks: Any, stage: int, precision: str 
     assert found["parked"] < 12 * 2**20, found  # cuBLAS's workspace
     assert found["reserved"] < 64 * 2**20, found
     assert abs(found["after"] - found["before"]) < 12 * 2**20, found
+
+
+def reload_without_memory() -> tuple[str, bool]:
+    model = zf.shard(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda(), stage=0)
+    expected = [p.detach().cpu() for p in model.parameters()]
+    offload_states(model)
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * 2**20) / total)
+        error = raised(reload_states, model)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    touched = raised(model, torch.ones(1, 2048, device="cuda"))
+    assert "call zf.reload_states(model) first" in touched, touched
+    reload_states(model)
+    same = all(torch.equal(a, b.detach().cpu()) for a, b in zip(expected, model.parameters(), strict=True))
+    zf.close(model)
+    return error, same
+
+
+@needs_gpu
+def test_a_reload_without_enough_memory_loses_nothing(ranks: Any) -> None:
+    ((error, same),) = ranks(1, reload_without_memory)
+    assert error.startswith("OutOfMemoryError")
+    assert same

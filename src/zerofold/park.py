@@ -70,11 +70,11 @@ def offload_states(model: nn.Module, include: Collection[str] | None = None, *, 
     >>> import torch, zerofold as zf
     >>> model = torch.nn.Linear(64, 64)
     >>> model, optimizer = zf.prepare(model, torch.optim.AdamW(model.parameters()), stage=2)
-    >>> zf.offload_states(model).nbytes["parameters"] >= 4 * 65 * 64
-    True
+    >>> zf.offload_states(model, ["parameters"]).nbytes
+    {'parameters': 16640}
     >>> model(torch.ones(1, 64))
     Traceback (most recent call last):
-    RuntimeError: parameters, ... of this model are parked in host memory: call zf.reload_states(model) first
+    RuntimeError: parameters of this model are parked in host memory: call zf.reload_states(model) first
     >>> _ = zf.reload_states(model)
     >>> zf.close(model)
     """

@@ -101,12 +101,12 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(tensor._whole is not None for tensor in _sharded_in(args, kwargs)):
-            return _run_on_whole(func, args, kwargs)
+        is_shown = False
         for tensor in _sharded_in(args, kwargs):
+            is_shown = is_shown or tensor._whole is not None
             if tensor._spec.step.parked and not tensor.is_cleared:
                 tensor._spec.step.look(tensor._local)
-        return _run_on_pieces(func, args, kwargs)
+        return (_run_on_whole if is_shown else _run_on_pieces)(func, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self._whole is not None:
