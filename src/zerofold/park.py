@@ -142,7 +142,7 @@ class _Parked:
     """The states that are on the host. Made, it has freed them on the device; `restore` undoes all of it."""
 
     def __init__(self, engine: Engine, wanted: tuple[str, ...], *, pin: bool) -> None:
-        self._engine, self._device = engine, engine.groups.gather.device
+        self._engine, self._device = engine, engine.slabs()[0].home.device
         tensors = {state: [each for each in _tensors(engine, state) if self._can_move(each)] for state in STATES}
         owners: dict[int, str] = {}  # of each storage: where states share one, the first of them
         self.nbytes, self._away, end = dict.fromkeys(wanted, 0), dict[int, _Away](), 0
