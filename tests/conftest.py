@@ -38,6 +38,7 @@ THOROUGH = [
     r"test_checkpoint.py::test_every_number_of_ranks_and_stage_loads_every_other\[counts1\]",
     r"test_launcher.py::test_(no_process_outlives_the_command\[killed\]|slurm_tells|the_stand_in_is)",
     r"test_hugging_face.py::test_(further_curves|the_recording)",
+    r"test_park.py::test_training_goes_on_to_the_bit_on_every_row",
     r"test_ranks.py::test_(the_least_recently|a_hang_ends|a_world_without|errors_caught|an_error_shows)",
 ]
 

@@ -52,6 +52,7 @@ ROOMS = [
     "observe.out_of_memory",
     "optim",
     "access",
+    "park",
     "join",
     "activation",
     "parallel",

@@ -131,6 +131,7 @@ class Engine:
         self.schedule = Schedule(self.units, self.reductions, live_bytes=bound, overlap=overlap)
         self.changes = Changes(model, home, self.schedule, self.reductions)
         self.hooks = Hooks(self.schedule, self.reductions, self.boundary, self.take_in_changes, self.changes.check)
+        self.hooks.before_backward = partial(self.step.need, "parameters", "buffers", "gradients")
         self.boundary.look(model)
         self._matmul_before = torch.get_float32_matmul_precision() if precision.tf32 else None
         if precision.tf32:
@@ -156,6 +157,7 @@ class Engine:
         self.saving: object = None  # a checkpoint being written in the background
         self.saving_group: dist.ProcessGroup | None = None
         self.staging: Any = None  # host memory for it
+        self.parked: Any = None  # states that are in host memory for a while
         self.is_swapped = False  # one of them is in the model for a while
         self.on_close: list[Callable[[], None]] = []
         self.is_closed = False
@@ -190,8 +192,9 @@ class Engine:
             if isinstance(slab.gradients, AwayGradients):
                 slab.gradients.finish()
 
-    def settle(self) -> None:
-        """Parameters and optimizer states may change after this: a copy of them that was under way is complete."""
+    def settle(self, *states: str) -> None:
+        """These states, or all, are here and may change after this: a copy that was under way is complete."""
+        self.step.need(*states)
         while self.before_change:
             self.before_change.pop()()
 
@@ -210,6 +213,7 @@ class Engine:
         self.boundary.shows_masters = self.schedule.shows_masters
 
     def take_in_changes(self) -> None:
+        self.step.need("parameters", "buffers")
         self.end_step()
         before = self.changes.count
         self.changes.take_in(self.hooks)
@@ -283,6 +287,8 @@ class Engine:
 
     def remove(self, *, gather: bool = True) -> None:
         """Leaves an ordinary model behind: with whole parameters, or with the cut ones on the meta device."""
+        if self.parked is not None:
+            self.parked.restore()
         self.is_closed = True
         self.reducer.finish()
         if self.updates is not None:

@@ -69,6 +69,7 @@ class Hooks:
         self._begun: list[_UnitCall] = []  # in this backward
         self._callback_queued = False
         self.out_of_memory: Callable[[BaseException | None], None] = lambda error: None  # called with it
+        self.before_backward: Callable[[], None] = lambda: None  # may refuse it
         self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
         # Backward may run inside a compiled training step, so what autograd calls is kept out of graphs as well.
         self._begins, self._ends = _untraced(self._begin_call), _untraced(self._end_call_once)
@@ -204,6 +205,8 @@ class Hooks:
             return None
         if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
             self.out_of_memory(sys.exc_info()[1])
+        if not self._running:
+            return None  # it was refused before it began
         call = self._running.pop()
         awaits = self._await_backward(call, output)
         keep = torch.is_grad_enabled() and not awaits and output is not None and call.might_get_gradients()
@@ -273,6 +276,7 @@ class Hooks:
 
     def _enter_backward(self) -> None:
         if not self._callback_queued:
+            self.before_backward()
             self._callback_queued = True
             self.schedule.end_steps()
             self.reductions.begin_backward()

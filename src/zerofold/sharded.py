@@ -63,8 +63,9 @@ class ShardedTensor(torch.Tensor):
         """This rank's piece, in memory of the model's state: 1-D, possibly empty, or at its owner all of it."""
         if self.is_used_up:
             raise RuntimeError(_used_up(self))
-        self._spec.step.look()
-        return self._local
+        local = self._local
+        self._spec.step.look(local)
+        return local
 
     @property
     def form(self) -> Tensor:
@@ -116,9 +117,12 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(tensor._whole is not None for tensor in _sharded_in(args, kwargs)):
-            return _run_on_whole(func, args, kwargs)
-        return _run_on_pieces(func, args, kwargs)
+        is_shown = False
+        for tensor in _sharded_in(args, kwargs):
+            is_shown = is_shown or tensor._whole is not None
+            if tensor._spec.step.parked and not tensor.is_cleared:
+                tensor._spec.step.look(tensor._local)
+        return (_run_on_whole if is_shown else _run_on_pieces)(func, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self._whole is not None:
@@ -171,7 +175,7 @@ class ShardedTensor(torch.Tensor):
         first = self._spec.own[0]
         for box in self._boxes():
             if box.offsets == tuple(index.offset):
-                return self._local.view(-1)[box.start - first : box.stop - first].view(box.sizes)
+                return self.local.view(-1)[box.start - first : box.stop - first].view(box.sizes)
         raise ValueError(f"'{self._spec.name}': this rank has no block at {tuple(index.offset)}")
 
     def _boxes(self) -> list[Box]:
@@ -183,12 +187,13 @@ class ShardedTensor(torch.Tensor):
             raise RuntimeError(_unreduced(self))
         if self.is_used_up:
             raise RuntimeError(_used_up(self))
-        self._spec.step.look()
+        # By what all ranks know: some may have an empty piece, which cannot be away, and would wait for the others.
+        self._spec.step.need(*(("parameters",) if isinstance(self, ShardedParameter) else ()))
         if self._spec.is_replicated:
-            return self._local.to(self.device, copy=True)
+            return self.local.to(self.device, copy=True)
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         flat, comm = whole.view(-1), self._spec.comm
-        flat[slice(*self._spec.own)] = self._local.reshape(-1)
+        flat[slice(*self._spec.own)] = self.local.reshape(-1)
         owners = [(rank, held) for rank, held in enumerate(self._spec.ranges) if held[1] > held[0]]
         handles = [comm.broadcast(flat[slice(*held)], rank, unit=self._spec.name) for rank, held in owners]
         for handle in handles:
@@ -351,7 +356,8 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise RuntimeError(_moved(first))  # Module.to and its kin, which go through parameters and gradients
     if rule.kind is _Kind.SAME_DATA:
         return ShardedTensor(first._local, first._spec)
-    first._spec.step.look()
+    if not first.is_cleared:
+        first._spec.step.look(first._local)
     if any(tensor.is_used_up for tensor in _sharded_in(args, kwargs)):
         if not rule.zeroes:
             raise RuntimeError(_used_up(first))

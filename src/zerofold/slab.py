@@ -173,7 +173,7 @@ class Slab:
     @property
     def shard(self) -> Tensor:
         """This rank's range of the master; an update of it that is under way ends first."""
-        self.home.step.look()
+        self.home.step.look(self._shard)
         return self._shard
 
     @property
