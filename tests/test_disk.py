@@ -426,6 +426,19 @@ def test_only_files_that_dead_processes_left_are_removed(tmp_path: Path) -> None
     store.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_file_of_another_machine_is_named_and_left(tmp_path: Path) -> None:
+    left = Path(make_and_die(tmp_path))
+    with left.open("r+b") as file:
+        about = json.loads(file.read(PAGE))
+        file.seek(0)
+        file.write(json.dumps({**about, "host": "elsewhere"}).encode().ljust(PAGE))
+    with pytest.warns(UserWarning, match=rf"{left} .* on elsewhere; if that has ended, remove it by hand") as caught:
+        DiskStore(tmp_path, PAGE).close()
+    assert left.exists()
+    assert Path(caught[0].filename).name == Path(__file__).name  # the line that made the store
+
+
 def test_without_o_direct_it_says_so_and_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change = fcntl.fcntl
 
