@@ -7,6 +7,7 @@ import itertools
 import json
 import mmap
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -109,6 +110,29 @@ def test_requests_on_the_same_bytes_keep_their_order(store: DiskStore, monkeypat
         store.write(extent.offset, source)
     store.read(extent.offset, back).wait()
     assert torch.equal(back, sources[-1])
+
+
+def test_many_requests_at_once_see_each_other_in_order(tmp_path: Path) -> None:
+    """Against a plain tensor that does the same one after the other."""
+    random.seed(0)
+    with DiskStore(tmp_path, 64 * PAGE, threads=3, block=3 * PAGE, checksums=True) as store:
+        extent = store.take(64 * PAGE, "states")
+        plain = store.tensor(extent).zero_().clone()
+        requests, expected = [], []
+        for _ in range(100):
+            start = random.randrange(60) * PAGE
+            end = min(start + random.randrange(1, 20) * PAGE, 64 * PAGE)
+            memory = pages(end - start)
+            if random.random() < 0.5:
+                requests.append(store.write(extent.offset + start, memory))
+                plain[start:end] = memory
+            else:
+                requests.append(store.read(extent.offset + start, memory, first=random.random() < 0.3))
+                expected.append((memory, plain[start:end].clone()))
+        for request in requests:
+            request.wait()
+        assert all(torch.equal(read, right) for read, right in expected)
+        assert torch.equal(store.tensor(extent), plain)
 
 
 def test_reads_do_not_wait_behind_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,8 +374,11 @@ def test_checksums_find_bytes_that_changed_on_the_disk(tmp_path: Path) -> None:
                 store.read(at, part).wait()
         store.changed(extent)
         store.read(extent.offset, back).wait()
-        store.write(extent.offset + 40 * KB, source[40 * KB : 44 * KB]).wait()
+        store.write(extent.offset, source).wait()
+        other = pages(PAGE)
+        store.write(extent.offset + 40 * KB, other).wait()  # the sum of the block around it is void
         store.read(extent.offset, back).wait()
+        source[40 * KB : 44 * KB] = other
         assert torch.equal(back, source)
 
 
@@ -397,6 +424,19 @@ def test_only_files_that_dead_processes_left_are_removed(tmp_path: Path) -> None
     assert torch.equal(beside.tensor(extent), source)
     beside.close()
     store.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_file_of_another_machine_is_named_and_left(tmp_path: Path) -> None:
+    left = Path(make_and_die(tmp_path))
+    with left.open("r+b") as file:
+        about = json.loads(file.read(PAGE))
+        file.seek(0)
+        file.write(json.dumps({**about, "host": "elsewhere"}).encode().ljust(PAGE))
+    with pytest.warns(UserWarning, match=rf"{left} .* on elsewhere; if that has ended, remove it by hand") as caught:
+        DiskStore(tmp_path, PAGE).close()
+    assert left.exists()
+    assert Path(caught[0].filename).name == Path(__file__).name  # the line that made the store
 
 
 def test_without_o_direct_it_says_so_and_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ class WorkFile:
         _make_folder(self.folder)
         try:
             others = remove_leftovers(self.folder)
-            self._check_room(patience=2.0 if others else 0.0)  # another rank may be removing leftovers just now
+            self._check_room(patience=1.0 if others else 0.0)  # another rank may be removing leftovers just now
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         except DiskError:
             raise

@@ -182,6 +182,8 @@ class BlockQueue:
             return request.error
         try:
             self._move(request, block)
+        except DiskError as error:
+            return error
         except Exception as error:  # whatever it is: a thread that ends would leave others waiting for ever
             code, text = getattr(error, "errno", None), getattr(error, "strerror", None) or repr(error)
             where = f"bytes {block.offset:,} to {block.end:,}"
@@ -201,7 +203,7 @@ class BlockQueue:
             return
         earlier = self.faults.at(block.offset, block.end)
         if earlier is not None:
-            raise OSError(errno.EIO, f"what is there cannot be trusted, because {earlier}")
+            raise DiskError(errno.EIO, f"the {request.what} cannot be trusted, because {earlier}")
         block.read(self._file.fd)
         different = self._checksums and self._checksums.differs(block.cell, block.offset, block.memory)
         if different:
