@@ -45,9 +45,10 @@ def available(device: torch.device, offload: Offload, ranks_on_host: int) -> Bud
 
 def device_memory(device: torch.device) -> int:
     """What this process may have: what is free and what it holds already, and no more than torch was told to take."""
-    free, total = torch.cuda.mem_get_info(device)
-    found = free + torch.cuda.memory_reserved(device)
-    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch
+    memory = torch.get_device_module(device)
+    free, total = memory.mem_get_info(device)
+    found: int = free + memory.memory_reserved(device)
+    fraction = getattr(memory, "get_per_process_memory_fraction", None)  # not in every torch
     return found if fraction is None else min(found, int(fraction(device) * total))
 
 
