@@ -126,7 +126,8 @@ def test_locks_of_killed_builds_go_and_older_ones_stay(tmp_path, monkeypatch):
     assert [lock.parent.name for lock in tmp_path.glob("*/lock")] == ["old"]
 
 
-def test_tiny_offload_run(tmp_path):
+def test_tiny_offload_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # on two busy cores threads that wait for each other spin
     out = tmp_path / "result.json"
     sizes = ["--d", "64", "--layers", "2", "--vocab", "64", "--seq", "32", "--batch", "2", "--device", "cpu"]
     options = ["--engines", "plain,zf3@1e-3", "--steps", "2", "--path", str(tmp_path), "--json", "--out", str(out)]

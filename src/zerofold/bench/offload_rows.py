@@ -44,12 +44,16 @@ class OffloadRow:
     engine: str
     clip: float
     psi: int
+    model: str
+    """Its sizes in words, and those of a step."""
     start_s: float | None = None
     step_s: float | None = None
     """Mean over the whole window, to the last update; the median over the rounds."""
     step_s_by_round: list[float] | None = None
     median_s: float | None = None
     """Of the single steps, each to the moment its loss was known."""
+    seconds: list[float] | None = None
+    """Of these steps, in the last round."""
     over_plain: float | None = None
     tokens_per_s: float | None = None
     bind_rate: float | None = None
@@ -82,7 +86,8 @@ def make_row(run: Run, task: OffloadTask, measurement: Measurement, clip: float)
     outcomes = measurement.outcomes(run.label)
     psi = task.size.parameters
     if not outcomes:
-        return OffloadRow(engine=run.label, clip=run.clip, psi=psi, error=measurement.errors.get(run.label))
+        error = measurement.errors.get(run.label)
+        return OffloadRow(engine=run.label, clip=run.clip, psi=psi, model=_describe(task), error=error)
     last = outcomes[-1]
     step_s = statistics.median(outcome.step_s for outcome in outcomes)
     ratios = figures.ratios(
@@ -96,16 +101,18 @@ def make_row(run: Run, task: OffloadTask, measurement: Measurement, clip: float)
     host_peak = max(outcome.host_peak_bytes for outcome in outcomes)
     offloaded = _offloaded_parameters(last) if OFFLOAD_ENGINES[run.engine].offloads else 0
     is_large = OFFLOAD_ENGINES[run.engine].is_large
-    traffic = [last.disk_read_bytes, last.disk_written_bytes] if OFFLOAD_ENGINES[run.engine].uses_disk else [None, None]
-    read, written = traffic
+    uses_disk = OFFLOAD_ENGINES[run.engine].uses_disk
+    read, written = (last.disk_read_bytes, last.disk_written_bytes) if uses_disk else (None, None)
     return OffloadRow(
         engine=run.label,
         clip=run.clip,
         psi=psi,
+        model=_describe(task),
         start_s=round(statistics.median(outcome.start_s for outcome in outcomes), 2),
         step_s=round(step_s, 5),
         step_s_by_round=[round(outcome.step_s, 5) for outcome in outcomes],
         median_s=round(statistics.median(second for outcome in outcomes for second in outcome.seconds), 5),
+        seconds=[round(second, 5) for second in last.seconds],
         over_plain=None if ratios is None or is_large else round(ratios.median, 4),
         tokens_per_s=round(task.batch * task.size.seq / step_s, 1),
         bind_rate=bind_rate(last.norms[-len(last.seconds) :], run.clip),
@@ -133,6 +140,14 @@ def make_row(run: Run, task: OffloadTask, measurement: Measurement, clip: float)
         losses=[round(loss, 5) for loss in outcomes[0].losses],
         books=last.books,
         error=measurement.errors.get(run.label) or _why_wrong(run, outcomes[0], references, clip),
+    )
+
+
+def _describe(task: OffloadTask) -> str:
+    size = task.size
+    return (
+        f"{size.parameters / 1e9:.3f}e9 parameters: {size.layers} blocks of width {size.width}, "
+        f"vocabulary {size.vocab}; {task.batch} x {size.seq} tokens a step"
     )
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zerofold.bench.offload_engines import OFFLOAD_ENGINES
 from zerofold.bench.offload_rows import OffloadRow
 
 TIMES = ("\ns/step", "\nmedian", "over\nplain", "tokens\n/s", "start\ns", "clip\nbinds", "first\nloss", "last\nloss")
@@ -62,7 +63,7 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 
 def details(row: OffloadRow) -> list[str]:
     """What one row has to tell beside its figures in the table."""
-    lines = []
+    lines = [row.model] if OFFLOAD_ENGINES[row.engine.partition("@")[0]].is_large else []
     if row.disk_read_per_parameter is not None:
         lines.append(
             f"disk: {row.disk_read_per_parameter:.1f} bytes read and {row.disk_written_per_parameter:.1f} written per "
