@@ -29,6 +29,7 @@ ROOMS = [
     "cutting",
     "reduce",
     "gradients",
+    "gradients_away",
     "slab",
     "unit",
     "buffers",
@@ -43,6 +44,7 @@ ROOMS = [
     "filling",
     "materialise",
     "changes",
+    "offloading",
     "engine",
     # The ledger reads its numbers off the engine; the rest of observe, which shows them, stands further down.
     "observe.ledger",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import finalize
 
 import torch
@@ -18,11 +18,13 @@ from zerofold.buffers import Buffers
 from zerofold.changes import Changes
 from zerofold.dealing import live_bound, split
 from zerofold.filling import fill_new
+from zerofold.gradients_away import AwayGradients
 from zerofold.groups import Groups
 from zerofold.hooks import Hooks
 from zerofold.loss_scale import LossScaler
 from zerofold.materialise import Materialiser
-from zerofold.memory import BufferPool, StorageCache
+from zerofold.memory import BufferPool, StorageCache, Transfers
+from zerofold.offloading import Offloading
 from zerofold.placement import Row
 from zerofold.precision import Precision
 from zerofold.reduce import Reducer
@@ -53,6 +55,13 @@ class StepInfo:
     skipped_total: int
 
 
+class Updates(Protocol):
+    """Of offloaded states, in the background."""
+
+    def finish(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Engine:
     """The units of one model with their schedule, hooks and counters."""
 
@@ -71,6 +80,7 @@ class Engine:
         accumulate: int,
         overlap: bool,
         precision: Precision,
+        offloading: Offloading | None = None,
         patience: float | None = None,
         check_replicas: int | None = None,
     ) -> None:
@@ -80,7 +90,23 @@ class Engine:
             finalize(self, self.watch.close)  # at the latest when the process ends
         self.traffic = groups.gather.traffic
         self.cache, self.pool, self.step = StorageCache(), BufferPool(buffer_bytes), StepScope()
-        home = Home(row, groups, device, self.cache, self.step, precision, EngineLink(self))
+        self.device, self.transfers = device, Transfers(device)
+        self.offloading = offloading or Offloading.none(device)
+        self.updates: Updates | None = None  # of offloaded states, once a step has needed them
+        self.step.under_way = self.finish_updates if self.is_offloaded else None
+        home = Home(
+            row,
+            groups,
+            device,
+            self.cache,
+            self.step,
+            precision,
+            self.offloading.memory,
+            self.transfers,
+            self.offloading.tiers,
+            adds_up=accumulate > 1,
+            engine=EngineLink(self),
+        )
         bound = live_bound(assigned, row, groups.gather.size, live_bytes)
         self.units: list[Unit] = []
         for index, (name, entries) in enumerate(assigned.items()):
@@ -151,6 +177,18 @@ class Engine:
             for slab in self._changing:  # by their owners: the next use gathers, on every rank alike
                 slab.mark_changed()
             self._changing = []
+
+    @property
+    def is_offloaded(self) -> bool:
+        return any(tiers.is_offloaded for tiers in self.offloading.tiers.values())
+
+    def finish_updates(self) -> None:
+        """Returns when offloaded states are what the last step makes of them, and gradients have arrived."""
+        if self.updates is not None:
+            self.updates.finish()
+        for slab in self.slabs():
+            if isinstance(slab.gradients, AwayGradients):
+                slab.gradients.finish()
 
     def settle(self) -> None:
         """Parameters and optimizer states may change after this: a copy of them that was under way is complete."""
@@ -247,6 +285,8 @@ class Engine:
         """Leaves an ordinary model behind: with whole parameters, or with the cut ones on the meta device."""
         self.is_closed = True
         self.reducer.finish()
+        if self.updates is not None:
+            self.updates.close()
         if gather:
             self.hold_all(masters=True)
         else:
@@ -276,6 +316,8 @@ class Engine:
         self.cache.clear()
         self.pool.clear()
         self.staging = None
+        self.step.under_way = None
+        self.offloading.memory.close()
         if self.saving_group is not None and dist.is_initialized():
             dist.destroy_process_group(self.saving_group)
         self._end_groups()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -23,7 +23,13 @@ class StepScope:
     def __init__(self) -> None:
         self.is_open = False
         self.joins_norms = False  # a norm is taken over all ranks, who must all ask; else it is refused
+        self.under_way: Callable[[], None] | None = None  # waits for copies and updates of states that are not over
         self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def look(self) -> None:
+        """Somebody is about to look at a state, or to change it."""
+        if self.under_way is not None:
+            self.under_way()
 
     def open(self, others: Iterable[Tensor]) -> None:
         """`others` belong to other ranks. Their gradients are empty here; without one, the optimizer skips them."""
@@ -70,6 +76,7 @@ class ShardSpec:
     step: StepScope
     is_replicated: bool = False  # every rank has it all
     loose: Loose | None = None
+    device: torch.device | None = None  # where the model is, if the piece is in another memory
 
     @cached_property
     def identity(self) -> torch.UntypedStorage:
