@@ -71,7 +71,7 @@ def test_parameters_leave_the_device_only_where_that_frees_something() -> None:
         (UnitSize("", 100), Tiers(HOST, HOST), 200, 1400, 0),
         (UnitSize("", 100), Tiers(HOST, HOST, HOST), 0, 1400, 0),
         (UnitSize("", 100, gradient_bytes=4), Tiers(HOST, HOST), 200, 1600, 0),
-        (UnitSize("", 100, gradient_bytes=4), Tiers(HOST, HOST, HOST), 0, 1800, 0),
+        (UnitSize("", 100, gradient_bytes=4), Tiers(HOST, HOST, HOST), 0, 1600, 0),
         (UnitSize("", 100), Tiers(HOST, DEVICE, HOST), 200, 1400, 0),
         (UnitSize("", 100), Tiers(NVME, HOST), 200, 200, 1200),
         (UnitSize("", 100), Tiers(NVME, HOST, NVME), 0, 200, 1400),

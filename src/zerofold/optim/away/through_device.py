@@ -43,6 +43,7 @@ class DeviceUpdate:
         self._up, self._kernel, self._down = (torch.cuda.Stream(device) for _ in range(3))
         self._slots = [_Slot(device, gradient, copy) for _ in range(SLOTS)]
         self._next = 0
+        self._times = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +60,15 @@ class DeviceUpdate:
         torch.cuda.set_device(self._device)
         self._up.wait_stream(self._down)
         self._up.wait_stream(torch.cuda.default_stream(self._device))
+        self._times[0].record(self._up)
+
+    def end(self) -> None:
+        self._times[1].record(self._down)
+
+    def seconds(self) -> float:
+        """Between the two, on the device, when both are over."""
+        self._times[1].synchronize()
+        return self._times[0].elapsed_time(self._times[1]) / 1000
 
     def run(self, chunk: Chunk) -> Ends:
         torch.cuda.set_device(self._device)

@@ -29,6 +29,7 @@ from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.placement import Tier
 from zerofold.slab import Slab
 
+TUNING_STEPS = 4
 _PAGE = 1024  # elements of 4 bytes
 
 
@@ -61,6 +62,35 @@ class Way:
     """The share follows what the first steps take."""
 
 
+@dataclass
+class Timing:
+    """What host and device took for their parts of the last update, and the share that this suggests."""
+
+    device_share: float
+    host_elements: int = 0
+    device_elements: int = 0
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
+    steps: int = 0
+    _started: float = 0.0
+
+    def begin(self) -> None:
+        self._started = time.perf_counter()
+        self.host_elements = self.device_elements = 0
+
+    def end_of_host(self) -> None:
+        self.host_seconds = time.perf_counter() - self._started
+
+    def tune(self) -> None:
+        """So that both would have ended together. After a few steps it stays: who runs it again gets the same bits from
+        then on."""
+        self.steps += 1
+        both = self.host_elements and self.device_elements and self.host_seconds and self.device_seconds
+        if both and 2 < self.steps <= 2 + TUNING_STEPS:  # the first two also compile kernels and fault memory in
+            host, device = self.host_elements / self.host_seconds, self.device_elements / self.device_seconds
+            self.device_share = round(device / (host + device) * 32) / 32
+
+
 class AwayUpdates:
     """The workers and buffers of one model's offloaded updates."""
 
@@ -83,8 +113,7 @@ class AwayUpdates:
         self._versions: dict[Slab, tuple[int, ...]] = {}  # of states in the file, as the last update left them
         self._under_way: list[SlabUpdate] = []
         self._last: list[Job] = []
-        self.seconds = 0.0  # from submission to the end of the last update that was waited for
-        self._submitted = 0.0
+        self._timing = Timing(way.device_share if self._through is not None else 0.0)
 
     @property
     def nbytes_on_device(self) -> int:
@@ -93,7 +122,9 @@ class AwayUpdates:
     def submit(self, work: Sequence[tuple[Slab, list[Piece], tuple[Tensor, Tensor]]], scaling: Scaling) -> None:
         """`work` in the order in which the slabs are needed. Returns at once."""
         self.finish()
-        self._submitted = time.perf_counter()
+        if self.way.tunes:
+            self._timing.tune()
+        self._timing.begin()
         queue: list[tuple[Chunk, SlabUpdate]] = []
         for slab, pieces, moments in work:
             if slab.tier is Tier.NVME:
@@ -113,16 +144,21 @@ class AwayUpdates:
         through = self._through
         if through is not None:
             self._last.append(self._device_worker.submit(through.begin))
-        owed = 0.0
+        owed = 0.5
         for chunk, update in queue:
             if chunk.slab.tier is Tier.NVME:
                 continue
-            owed += self.way.device_share
-            if through is not None and owed >= 0.5 and through.can_take(chunk):
-                owed -= 1.0
+            owed += self._timing.device_share * chunk.size
+            if through is not None and owed >= chunk.size / 2 and through.can_take(chunk):
+                owed -= chunk.size
+                self._timing.device_elements += chunk.size
                 update.jobs.append(self._device_worker.submit(_through(through, chunk, update)))
             else:
+                self._timing.host_elements += chunk.size
                 update.jobs.append(self._host_worker.submit(_on_host(self._host, chunk, update)))
+        if through is not None:
+            self._last.append(self._device_worker.submit(through.end))
+        self._last.append(self._host_worker.submit(self._timing.end_of_host))
 
     def finish(self) -> None:
         """Returns when all states are updated, where they live; raises what went wrong on the way."""
@@ -137,8 +173,22 @@ class AwayUpdates:
             job.wait()
         if self._from_disk is not None:
             self._from_disk.finish()
+        if self._through is not None:
+            self._timing.device_seconds = self._through.seconds()
         self._under_way, self._last = [], []
-        self.seconds = time.perf_counter() - self._submitted
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """How the last update went that is over."""
+        timing = self._timing
+        return {
+            "host_threads": float(self.way.threads),
+            "device_share": timing.device_share,
+            "host_elements": float(timing.host_elements),
+            "host_seconds": timing.host_seconds,
+            "device_elements": float(timing.device_elements),
+            "device_seconds": timing.device_seconds,
+        }
 
     def close(self) -> None:
         self.finish()
