@@ -44,7 +44,9 @@ def prepared(offload: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optim
     return zf.prepare(model, optimizer, units=Block, offload=offload, **options)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, first: int = 0, backwards: int = 1) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, first: int = 0, backwards: int = 1
+) -> None:
     for step in range(first, first + steps):
         for part in range(backwards):
             batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + part))

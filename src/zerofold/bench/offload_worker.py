@@ -17,7 +17,8 @@ from torch import Tensor
 
 from zerofold.bench.gpt import GPT, GPTSize, RandomTokens
 from zerofold.bench.offload_engines import OFFLOAD_ENGINES, Training, Wishes, require_ops
-from zerofold.bench.worker import LAZY_IMPORTS, peak_resident_bytes
+from zerofold.bench.worker import LAZY_IMPORTS
+from zerofold.memory.host import peak_resident
 
 RESIDENT_PARTS = ("RssAnon", "RssFile", "RssShmem")
 
@@ -137,7 +138,7 @@ def measure(task: OffloadTask) -> Outcome:
         device_build_peak_bytes=device_build_peak_bytes,
         activation_bytes=activation_bytes,
         host_start_bytes=host_start_bytes,
-        host_peak_bytes=peak_resident_bytes(),
+        host_peak_bytes=peak_resident(),
         host_parts={name: resident[name] for name in RESIDENT_PARTS if name in resident},
         disk_read_bytes=_difference(disk_after, disk_before, "read_bytes"),
         disk_written_bytes=_difference(disk_after, disk_before, "write_bytes"),
