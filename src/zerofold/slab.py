@@ -240,7 +240,9 @@ class Slab:
         On the host only where the gradient of one backward takes the same place: otherwise it would be two bytes a
         parameter more than the masters, from which it can be made.
         """
-        if not self.is_away or self.is_kept or not self.dtypes.has_master:
+        if not self.is_away or self.is_kept or not self.requires_grad:
+            return False
+        if not self.dtypes.has_master and self.tiers.parameters is self.tier:
             return False
         return self.tiers.parameters is not Tier.HOST or self.gradient_dtype.itemsize == self.dtypes.compute.itemsize
 
@@ -306,10 +308,13 @@ class Slab:
         """Brings this rank's values to the device, beside what that is computing, and then the other ranks'."""
         transfers = self.home.transfers
         with transfers.up():
+            is_written = self.is_kept and self._written_version == self.version
+            if not is_written and self.tier is Tier.NVME and (self.resident is None or self._resident_is_lent):
+                self.home.step.look(self._shard)  # a unit can be used before its states are back in the file
             if self.update is not None:
                 self.update.wait()
                 self.update = None
-            if not (self.is_kept and self._written_version == self.version):
+            if not is_written:
                 self._bring(self.own_slice(self.values))
             return self._gather_from_all() or transfers.done()
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.cpp_extension import get_default_build_root
 
 LONGEST_REASON = 300
 
@@ -24,7 +23,7 @@ def build_op(builder: str) -> str | None:
     _prepare_environment()
     try:
         ops: Any = importlib.import_module("deepspeed.ops.op_builder")
-        getattr(ops, builder)().load()
+        getattr(ops, builder)().load(verbose=True)  # or it keeps to itself what is missing
     except Exception as error:  # no compiler, another CUDA version, a header that is missing, a compile error
         return f"{builder.removesuffix('Builder')} cannot be built: {reason_of(error)}"
     return None
@@ -48,6 +47,8 @@ def forget_broken_builds(since: float) -> None:
 
     `since` is when the killed process started, in seconds since the epoch; older locks are somebody else's.
     """
+    from torch.utils.cpp_extension import get_default_build_root  # slow, and only needed after a failure
+
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     locks = Path(chosen).glob("*/lock") if chosen else Path(get_default_build_root()).glob("*/*/lock")
     for lock in locks:

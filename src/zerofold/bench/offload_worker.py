@@ -17,7 +17,8 @@ from torch import Tensor
 
 from zerofold.bench.gpt import GPT, GPTSize, RandomTokens
 from zerofold.bench.offload_engines import OFFLOAD_ENGINES, Training, Wishes, require_ops
-from zerofold.bench.worker import LAZY_IMPORTS, peak_resident
+from zerofold.bench.worker import LAZY_IMPORTS
+from zerofold.memory.host import peak_resident
 
 RESIDENT_PARTS = ("RssAnon", "RssFile", "RssShmem")
 
