@@ -25,9 +25,9 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(96, 32)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -38,18 +38,24 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), Block(), Block(), nn.Linear(32, 16))
 
 
-def prepared(offload: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build()
+def prepared(offload: Any, *, device: str = "cpu", **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return zf.prepare(model, optimizer, units=Block, offload=offload, **options)
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, first: int = 0, backwards: int = 1
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    *,
+    first: int = 0,
+    backwards: int = 1,
+    device: str = "cpu",
 ) -> None:
     for step in range(first, first + steps):
         for part in range(backwards):
-            batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + part))
+            batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + part)).to(device)
             (model(batch).float() ** 2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -61,10 +67,10 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return found + [zf.full(optimizer.state[p][name]) for p in faces for name in ("exp_avg", "exp_avg_sq")]
 
 
-def result(offload: Any, *, backwards: int = 1, **options: Any) -> list[Tensor]:
+def result(offload: Any, *, backwards: int = 1, device: str = "cpu", **options: Any) -> list[Tensor]:
     options = {"clip": 0.5, "one_pass": True} | options
-    model, optimizer = prepared(offload, accumulate=backwards, **options)
-    train(model, optimizer, 3, backwards=backwards)
+    model, optimizer = prepared(offload, accumulate=backwards, device=device, **options)
+    train(model, optimizer, 3, backwards=backwards, device=device)
     found = states(model, optimizer)
     zf.close(model)
     return found

@@ -302,7 +302,8 @@ class Engine:
         else:
             self.schedule.wait_all()
         self.hooks.remove()
-        away = [] if gather else [slab for slab in self.slabs() if slab.has_own_shard and not slab.is_kept]
+        cut = self.row.parameters.is_cut
+        away = [] if gather else [slab for slab in self.slabs() if slab.has_own_shard and (cut or not slab.is_kept)]
         for slab in away:
             _leave_shapes(slab)
         for undo in self.on_close:

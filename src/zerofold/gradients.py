@@ -233,12 +233,14 @@ class FaceGradients:
             if not isinstance(shown, ShardedTensor):
                 self._show(index, adopted=gradient)
                 continue
-            if shown.local.dtype is self.dtypes.accumulation:
-                shown.local.add_(gradient.view_as(shown.local))
+            earlier = shown.form
+            if earlier.dtype is self.dtypes.accumulation:
+                earlier.add_(gradient.view_as(earlier))
+                shown.known_norm = None
                 self._show(index)
             else:
                 self.faces[index].grad = None
-                self._show(index, adopted=shown.local.reshape(-1).to(self.dtypes.accumulation).add_(gradient))
+                self._show(index, adopted=earlier.reshape(-1).to(self.dtypes.accumulation).add_(gradient))
 
     def _piece(self, index: int) -> Tensor:
         piece = self.layout.pieces(self._place)[index]

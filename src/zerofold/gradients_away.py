@@ -43,6 +43,7 @@ class AwayGradients(FaceGradients):
         self._transfers, self._more_room = transfers, more_room
         self._is_in_place = in_place  # the room is also that of the 16-bit parameters
         self.spoiled: set[int] = set()  # parameters in whose place there is, or was, a gradient
+        self.staying: frozenset[int] = frozenset()  # these do not go: the update needs them on the device
         self.landed = Done()  # what was sent to the room last
 
     @property
@@ -63,13 +64,14 @@ class AwayGradients(FaceGradients):
     def use_up(self, index: int) -> None:
         """The update takes the gradient, and writes a new parameter in its place where that is its place."""
         gradient = self.faces[index].grad
-        if isinstance(gradient, ShardedTensor):
+        if isinstance(gradient, ShardedTensor) and gradient.form.device == self.room.device:
             gradient.is_used_up = True
         self.spoiled.discard(index)
 
     @torch.no_grad()
     def _adopt(self, local: list[Tensor | None], scale: float) -> None:
-        arrived = [(index, gradient) for index, gradient in enumerate(local) if gradient is not None]
+        super()._adopt([g if i in self.staying else None for i, g in enumerate(local)], scale)
+        arrived = [(i, g) for i, g in enumerate(local) if g is not None and i not in self.staying]
         if not arrived:
             return
         if any(self._has_earlier(index) for index, _ in arrived) and self.room.dtype is not self.dtypes.accumulation:

@@ -91,7 +91,7 @@ class Reducer:
                     own = None if gradient is None else gradient[part.start : part.stop]
                     target = reduction.shard[part.shard_start : part.shard_stop]
                     columns = slice(part.shard_start - chunk.start, part.shard_stop - chunk.start)
-                    arriving.add_to(target, columns, own, reduction.accumulate[part.index])
+                    _bring_home(arriving.add_to, target, columns, own, reduction.accumulate[part.index], self.comm)
             for buffer in arriving.buffers:
                 self.pool.give(buffer)
             if reduction.across and chunk.widths[place]:
@@ -180,10 +180,22 @@ class _Arriving(NamedTuple):
 
 def _adder(mean: Tensor, scale: float) -> AddTo:
     def add_to(target: Tensor, columns: slice, own: Tensor | None, accumulate: bool) -> None:
-        part = _scaled(mean[columns], target.dtype, scale).to(target.device)  # which may be the host
+        part = _scaled(mean[columns], target.dtype, scale)
         target.add_(part) if accumulate else target.copy_(part)
 
     return add_to
+
+
+def _bring_home(
+    add_to: AddTo, target: Tensor, columns: slice, own: Tensor | None, accumulate: bool, comm: Comm
+) -> None:
+    """A shard in host memory is summed on the device all the same."""
+    if target.device == comm.device:
+        add_to(target, columns, own, accumulate)
+        return
+    total = target.to(comm.device) if accumulate else torch.empty_like(target, device=comm.device)
+    add_to(total, columns, own, accumulate)
+    target.copy_(total)
 
 
 def _scaled(row: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -145,6 +145,7 @@ class Slab:
         self.resident: Tensor | None = None  # this rank's piece of what forward computes with, in its own home
         self.moments: dict[str, Tensor] = {}  # the memory of the optimizer's states, where that is not the device's
         self.update: Update | None = None  # of the shard, under way
+        self.streamed: frozenset[int] = frozenset()  # parameters whose states come to the device to be updated
         copies = home.groups.copy
         self.copy = GroupCopy(self.storage, copies) if copies is not None and self.has_own_shard else None
         self.is_read = all(entry.source is not None for entry in entries)

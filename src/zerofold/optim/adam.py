@@ -83,7 +83,8 @@ def _piece(
     gradient = face.grad.form.detach().reshape(-1)
     if isinstance(slab.gradients, AwayGradients):
         slab.gradients.use_up(index)
-    return [Piece(piece.shard_start, piece.shard_stop, gradient, settings, step, _seed(step, face, slab))]
+    seed, streams = _seed(step, face, slab), index in slab.streamed
+    return [Piece(piece.shard_start, piece.shard_stop, gradient, settings, step, seed, streams)]
 
 
 def _tensors(

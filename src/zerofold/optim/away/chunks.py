@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from zerofold.memory import Done
 from zerofold.optim.onepass import COPY_DTYPES, AdamSettings, AdamTensors
+from zerofold.placement import Tier
 from zerofold.slab import Slab
 
 CHUNK = 2**24  # elements: 64 MiB of each fp32 state. Copies of 16 MiB and more run at the full rate of the bus
@@ -32,6 +34,7 @@ class Piece(NamedTuple):
     settings: AdamSettings
     step: int
     seed: int
+    streams: bool  # through the device
 
     def within(self, start: int, stop: int) -> Piece | None:
         first, last = max(self.start, start), min(self.stop, stop)
@@ -69,6 +72,10 @@ class Chunk:
     def size(self) -> int:
         return self.stop - self.start
 
+    @property
+    def streams(self) -> bool:
+        return self.pieces[0].streams
+
     def tensors(self, states: Sequence[Tensor], gradients: Sequence[Tensor], copies: Sequence[Tensor | None]) -> Groups:
         """For the kernel, by settings, with the states in other memory perhaps."""
         groups: Groups = []
@@ -103,14 +110,24 @@ Groups = list[tuple[AdamSettings, list[AdamTensors]]]
 def chunks_of(
     slab: Slab, pieces: Sequence[Piece], moments: tuple[Tensor, Tensor], scaling: Scaling, arrived: Done
 ) -> Iterator[Chunk]:
-    """In the order of the shard; only those in which something changes."""
+    """In the order of the shard; only those in which something changes, and in one way."""
     # `.data` has a version counter of its own: the update under way does not look like somebody's change.
     states = [tensor.data for tensor in (slab.master, *moments)]
     copy = slab.copy_of_shard
-    for start in range(0, slab.master.numel(), CHUNK):
-        stop = min(start + CHUNK, slab.master.numel())
-        inside = tuple(part for piece in pieces if (part := piece.within(start, stop)) is not None)
-        if inside:
-            master, exp_avg, exp_avg_sq = (tensor[start:stop] for tensor in states)
-            own = None if copy is None else copy.data[start:stop]
-            yield Chunk(slab, start, stop, inside, (master, exp_avg, exp_avg_sq), own, scaling, arrived)
+    for first, last in _ranges(pieces, slab.master.numel(), whole=slab.tier is Tier.NVME):
+        for start in range(first, last, CHUNK):
+            stop = min(start + CHUNK, last)
+            inside = tuple(part for piece in pieces if (part := piece.within(start, stop)) is not None)
+            if inside:
+                master, exp_avg, exp_avg_sq = (tensor[start:stop] for tensor in states)
+                own = None if copy is None else copy.data[start:stop]
+                yield Chunk(slab, start, stop, inside, (master, exp_avg, exp_avg_sq), own, scaling, arrived)
+
+
+def _ranges(pieces: Sequence[Piece], size: int, *, whole: bool) -> list[tuple[int, int]]:
+    """Of the shard, each with pieces of one kind; whole, where a file is read in pages from its beginning."""
+    if whole:
+        return [(0, size)]
+    ordered = sorted(pieces, key=lambda piece: piece.start)
+    runs = [list(run) for _, run in groupby(ordered, key=lambda piece: piece.streams)]
+    return [(run[0].start, run[-1].stop) for run in runs]

@@ -9,14 +9,12 @@ The bus and the host's cores share the host's memory, yet together they update h
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from zerofold.memory import Done
 from zerofold.optim.away.chunks import CHUNK, Chunk, Ends
-from zerofold.optim.onepass import COPY_DTYPES, adam
+from zerofold.optim.onepass import adam
 
 SLOTS = 4  # chunks on their way at once
 
@@ -28,7 +26,7 @@ class _Slot:
         self.states = tuple(torch.empty(CHUNK, device=device) for _ in range(3))
         self.gradient = torch.empty(CHUNK, dtype=gradient, device=device)
         self.copy = torch.empty(CHUNK, dtype=copy, device=device)
-        self.free: Any = None  # the event after which it may be filled again
+        self.free = torch.cuda.Event(blocking=True)  # after which it may be filled again
 
     @property
     def nbytes(self) -> int:
@@ -49,12 +47,6 @@ class DeviceUpdate:
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self._slots)
 
-    @staticmethod
-    def can_take(chunk: Chunk) -> bool:
-        """fp32 states in host memory; what forward computes with on the device, or there too."""
-        pinned = all(state.device.type == "cpu" and state.dtype is torch.float32 for state in chunk.states)
-        return pinned and (chunk.copy is None or chunk.copy.dtype in (*COPY_DTYPES, torch.float32))
-
     def begin(self) -> None:
         """What the step before has sent down may come up again now."""
         torch.cuda.set_device(self._device)
@@ -74,11 +66,12 @@ class DeviceUpdate:
         torch.cuda.set_device(self._device)
         slot = self._slots[self._next]
         self._next = (self._next + 1) % SLOTS
+        # The host waits, not the stream: streams share the queues of the hardware, and a long row of copies that are
+        # not yet due would hold up those of other streams behind it (measured: the whole forward).
+        slot.free.synchronize()
         states = [held[: chunk.size] for held in slot.states]
         with torch.cuda.stream(self._up):
             chunk.arrived.wait()
-            if slot.free is not None:
-                self._up.wait_event(slot.free)
             for here, there in zip(states, chunk.states, strict=True):
                 here.copy_(there, non_blocking=True)
             gradients = [self._brought(chunk, piece.start, piece.gradient, slot) for piece in chunk.pieces]
@@ -102,7 +95,8 @@ class DeviceUpdate:
             for target, source in zip(chunk.copies(), copies, strict=True):
                 if target is not None and source is not None and target.device.type == "cpu":
                     target.copy_(source, non_blocking=True)
-            slot.free = self._down.record_event()
+            slot.free = torch.cuda.Event(blocking=True)
+            slot.free.record(self._down)
         is_here = chunk.copy is not None and chunk.copy.device.type != "cpu"
         return Ends(Done(updated if is_here else slot.free), Done(slot.free))
 

@@ -60,6 +60,8 @@ class Way:
     device_share: float
     tunes: bool
     """The share follows what the first steps take."""
+    keeps_gradients: bool = False
+    """Of what streams through the device, on the device."""
 
 
 @dataclass
@@ -114,6 +116,10 @@ class AwayUpdates:
         self._under_way: list[SlabUpdate] = []
         self._last: list[Job] = []
         self._timing = Timing(way.device_share if self._through is not None else 0.0)
+        self._streaming = [slab for slab in trained if slab.tier is Tier.HOST and _can_stream(slab)]
+        self._keeps_gradients = way.keeps_gradients
+        self._dealt_for: float | None = None
+        self._deal()
 
     @property
     def nbytes_on_device(self) -> int:
@@ -144,13 +150,10 @@ class AwayUpdates:
         through = self._through
         if through is not None:
             self._last.append(self._device_worker.submit(through.begin))
-        owed = 0.5
         for chunk, update in queue:
             if chunk.slab.tier is Tier.NVME:
                 continue
-            owed += self._timing.device_share * chunk.size
-            if through is not None and owed >= chunk.size / 2 and through.can_take(chunk):
-                owed -= chunk.size
+            if through is not None and chunk.streams:
                 self._timing.device_elements += chunk.size
                 update.jobs.append(self._device_worker.submit(_through(through, chunk, update)))
             else:
@@ -159,6 +162,24 @@ class AwayUpdates:
         if through is not None:
             self._last.append(self._device_worker.submit(through.end))
         self._last.append(self._host_worker.submit(self._timing.end_of_host))
+        self._deal()  # for the next step, whose gradients go where they will be needed
+
+    def _deal(self) -> None:
+        """Which parameters stream through the device: its share of them, spread over the model. Their gradients stay
+        there, if the device has room for them."""
+        if self._through is None or self._dealt_for == self._timing.device_share:
+            return
+        self._dealt_for, owed = self._timing.device_share, 0.0
+        for slab in self._streaming:
+            chosen = []
+            for index, piece in enumerate(slab.layout.pieces(slab.place)):
+                owed += self._timing.device_share * piece.size
+                if owed >= piece.size / 2:
+                    owed -= piece.size
+                    chosen.append(index)
+            slab.streamed = frozenset(chosen)
+            if isinstance(slab.gradients, AwayGradients) and self._keeps_gradients:
+                slab.gradients.staying = slab.streamed
 
     def finish(self) -> None:
         """Returns when all states are updated, where they live; raises what went wrong on the way."""
@@ -214,6 +235,11 @@ class AwayUpdates:
             self._last.append(job)
             for chunk in batch:
                 updates[id(chunk)].jobs.append(job)
+
+
+def _can_stream(slab: Slab) -> bool:
+    """fp32 states; bf16 ones are rounded at random, by other bits on a device than on the host."""
+    return slab.dtypes.master is torch.float32 and slab.home.precision.moments is torch.float32
 
 
 def _versions(slab: Slab) -> tuple[int, ...]:

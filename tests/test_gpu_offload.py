@@ -1,0 +1,132 @@
+"""Offload beside a real GPU: pinned memory, copies on side streams, updates through the device and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.test_offload import PLACES, Block
+from torch import Tensor, nn
+
+import zerofold as zf
+from zerofold.engine import Engine
+from zerofold.optim.away import chunks, from_disk, through_device, updates
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SMALL_CHUNK = 2**12  # so that a small model has many
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (chunks, from_disk, through_device, updates):
+        monkeypatch.setattr(module, "CHUNK", SMALL_CHUNK)
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [Block(width=128) for _ in range(4)]
+    return nn.Sequential(nn.Linear(16, 128), *blocks, nn.Linear(128, 16)).cuda()
+
+
+def train(
+    offload: Any, *, steps: int = 6, backwards: int = 1, clip: float = 0.05, precision: Any = "bf16", stage: int = 3
+) -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options: dict[str, Any] = {"clip": clip, "accumulate": backwards, "one_pass": True}
+    model, optimizer = zf.prepare(
+        model, optimizer, stage=stage, units=Block, offload=offload, precision=precision, **options
+    )
+    for step in range(steps):
+        for part in range(backwards):
+            batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + part)).cuda()
+            (model(batch).float() ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    faces = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [zf.full(p) for p in faces]
+    found += [zf.full(optimizer.state[p][name]) for p in faces for name in ("exp_avg", "exp_avg_sq")]
+    zf.close(model)
+    return found
+
+
+def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Relative to the largest number of each tensor."""
+    return max(
+        ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item() for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("name", list(PLACES))
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_every_placement_trains_as_none(
+    tmp_path: Path, name: str, share: float, backwards: int, precision: str
+) -> None:
+    place = PLACES[name] | {"device_share": share, "threads": 2}
+    if "nvme" in place.values():
+        place |= {"path": str(tmp_path / "disk")}
+    expected = train(None, backwards=backwards, precision=precision)
+    found = train(place, backwards=backwards, precision=precision)
+    assert all(tensor.is_cuda for tensor in found)
+    assert largest_difference(found, expected) < 6e-6  # 1e-6 for each of six steps
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_other_rows(stage: int) -> None:
+    assert largest_difference(train({"optimizer": "host"}, stage=stage), train(None, stage=stage)) < 6e-6
+
+
+def test_the_share_is_tuned_and_training_goes_on_the_same() -> None:
+    assert largest_difference(train({"optimizer": "host"}, steps=10), train(None, steps=10)) < 1e-5
+
+
+def test_host_states_leave_the_device(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    offload = {"optimizer": "host", "parameters": "host"}
+    model, optimizer = zf.prepare(model, optimizer, stage=3, units=Block, offload=offload, precision="bf16")
+    batch = torch.randn(8, 16).cuda()
+    for _ in range(2):
+        (model(batch).float() ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    books = zf.ledger(model).snapshot()
+    assert sum(books["tier_bytes"]["device"].values()) == 0
+    assert all(p.device.type == "cuda" for p in model.parameters()), "the model is where it was"
+    engine = Engine.of(model)
+    assert all(slab.master.device.type == "cpu" and slab.master.is_pinned() for slab in engine.slabs())
+    zf.close(model)
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    offload = {"optimizer": "host", "parameters": "host"}
+    model, optimizer = zf.prepare(model, optimizer, stage=3, units=Block, offload=offload, precision="bf16", clip=1.0)
+    batch = torch.randn(8, 16).cuda()
+
+    def step(factor: float) -> Tensor:
+        loss = (model(batch).float() ** 2).mean() * factor
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step(1.0)
+    before = [zf.full(p) for p in model.parameters()]
+    with pytest.warns(UserWarning, match="step skipped"):
+        step(float("inf"))
+    assert all(torch.equal(a, zf.full(b)) for a, b in zip(before, model.parameters(), strict=True))
+    assert step(1.0).isfinite()  # parameters, whose place the gradients had, are there again
+    zf.close(model)
