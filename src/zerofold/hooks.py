@@ -14,8 +14,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -32,6 +33,25 @@ from zerofold.slab import Slab
 from zerofold.unit import Unit
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Calls:
+    """What is under way in one flow of forwards."""
+
+    running: list[_UnitCall] = dataclasses.field(default_factory=list)  # innermost last
+    inner: nn.Module | None = None  # a module inside a unit that the user has called
+    lent: dict[Unit, nn.Module] = dataclasses.field(default_factory=dict)  # units gathered for one module inside them
+
+
+class Accumulation(Protocol):
+    """Several micro-batches under way at once, each in a flow of its own; `accumulate` is the one there is."""
+
+    glue: list[Unit]
+
+    def arrive(self, unit: Unit) -> bool: ...
+    def enter(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+    def leave(self, output: Any) -> Any: ...
 
 
 def _untraced(hook: Callable[..., T]) -> Callable[..., T]:
@@ -55,14 +75,13 @@ class Hooks:
         self._before_anything, self._check = before_anything, check
         self._handles: list[RemovableHandle] = []
         self._modules: dict[Unit, list[nn.Module]] = {}
-        self._lent: dict[Unit, nn.Module] = {}  # units gathered for one module inside them
         self._unit_of: dict[nn.Module, Unit] = {}  # units themselves, and modules that hold their parameters
         # The same two on all modules: with others on each block, torch.compile would make a graph for each.
         self._inner_hooks = _InnerHook(self._before_inner), _InnerHook(self._after_inner)
         hook = _unit_hook()
         self._root_hooks = hook(self._before_inner), hook(self._after_inner)
-        self._running: list[_UnitCall] = []  # forwards under way, innermost last
-        self._inner_call: nn.Module | None = None  # a module inside a unit that the user has called
+        self._calls = Calls()
+        self._accumulation: Accumulation | None = None
         self._outermost: set[Unit] = set()  # units that the user called himself, last time
         # Forwards whose backward may still come. Autograd's nodes keep them alive; a dropped graph drops them.
         self._waiting: WeakSet[_UnitCall] = WeakSet()
@@ -119,24 +138,26 @@ class Hooks:
         if torch.compiler.is_compiling():
             return None
         unit = self._unit_of[module]
-        if self.schedule.is_in_use(unit) or (unit in self._lent and self.schedule.is_kept(unit)):
+        # Other micro-batches may use it too.
+        is_in_use = self.schedule.is_in_use(unit) and not (self._accumulation is not None and self._is_outside())
+        if is_in_use or (unit in self._calls.lent and self.schedule.is_kept(unit)):
             return None
-        if self._inner_call is module:
-            self._inner_call = None  # its last call raised
+        if self._calls.inner is module:
+            self._calls.inner = None  # its last call raised
         is_outermost = self._enter_forward()
-        self._inner_call = module if is_outermost else self._inner_call
-        self._lent[unit] = module
+        self._calls.inner = module if is_outermost else self._calls.inner
+        self._calls.lent[unit] = module
         self.schedule.lend(unit)
         unit.check_in_place()
         return self.boundary.enter(args, {})[0] if is_outermost else None
 
     def _after_inner(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling() or self._lent.get(self._unit_of[module]) is not module:
+        if torch.compiler.is_compiling() or self._calls.lent.get(self._unit_of[module]) is not module:
             return None
         unit = self._unit_of[module]
-        del self._lent[unit]
-        is_outermost = self._inner_call is module
-        self._inner_call = None if is_outermost else self._inner_call
+        del self._calls.lent[unit]
+        is_outermost = self._calls.inner is module
+        self._calls.inner = None if is_outermost else self._calls.inner
         self._refuse_views_of_parameters(unit, output)
         if not self._await_backward(_UnitCall(unit), output):
             self.schedule.take_back(unit)  # otherwise it stays until backward ends
@@ -162,32 +183,39 @@ class Hooks:
 
     def _is_outside(self) -> bool:
         """No forward is under way: a call is the user's own, not one module's of another."""
-        return not self._running and self._inner_call is None and not in_backward()
+        calls = self._calls
+        return not (calls.running or calls.inner is not None or in_backward() or self.schedule.retraces)
 
     def _enter_forward(self) -> bool:
         """Whether it is an outermost one."""
         if not self._is_outside():
             return False
-        self._forget_broken_backward()
+        if self._accumulation is None:  # otherwise that of other micro-batches, which is not over
+            self._forget_broken_backward()
         self.schedule.end_steps()
         self.reductions.watch_for_updates()
         self._before_anything()
         return True
 
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if unit is self.schedule.root and not self._running:
-            self._inner_call = None  # whatever came before has ended, or raised
+        if unit is self.schedule.root and not self._calls.running:
+            self._calls.inner = None  # whatever came before has ended, or raised
         call = _UnitCall(unit)
         if not in_backward():
             call.is_outermost = self._enter_forward()
             self._outermost.add(unit) if call.is_outermost else self._outermost.discard(unit)
         else:  # recomputed: as it was the first time
-            call.is_outermost = not self._running and unit in self._outermost
+            call.is_outermost = not self._calls.running and unit in self._outermost
         if call.is_outermost:
             args, kwargs = self.boundary.enter(args, kwargs)
-        self._running.append(call)
+        self._calls.running.append(call)
+        is_cut_out = self._accumulation is not None and self._accumulation.arrive(unit)
         self.schedule.before_forward(unit)
         unit.check_in_place()
+        if is_cut_out:
+            assert self._accumulation is not None
+            call.is_cut_out = True
+            return self._accumulation.enter(unit, args, kwargs)
         if not torch.is_grad_enabled():
             return args, kwargs
         if any(_is_leaf_with_grad(value) for value in (*args, *kwargs.values())):
@@ -200,14 +228,18 @@ class Hooks:
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
         if isinstance(sys.exc_info()[1], CommError):
-            self._running.clear()  # the forward has raised it, and waiting for what is under way would raise it again
+            self._calls.running.clear()  # raised by the forward; to wait for what is under way would raise it again
             return None
         if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
             self.out_of_memory(sys.exc_info()[1])
-        call = self._running.pop()
+        call = self._calls.running.pop()
+        self._refuse_views_of_parameters(unit, output)
+        if call.is_cut_out and self._accumulation is not None:
+            output = self._accumulation.leave(output)
+            self.schedule.after_forward(unit, expects_backward=True, keep=False)
+            return self.boundary.leave(output, (), is_recomputed=False) if call.is_outermost else output
         awaits = self._await_backward(call, output)
         keep = torch.is_grad_enabled() and not awaits and output is not None and call.might_get_gradients()
-        self._refuse_views_of_parameters(unit, output)
         self.schedule.after_forward(unit, expects_backward=awaits, keep=keep)
         if not call.is_outermost:
             return None
@@ -259,6 +291,8 @@ class Hooks:
         Autograd runs later nodes first, and whatever made an input came before all nodes of this call: the first such
         node means that the call's own are through.
         """
+        if self._accumulation is not None and call.unit in self._accumulation.glue:
+            return  # it is gone through piece by piece, and there is no saying which is the last
         if call.begun and not call.ended:
             self._end_call(call)
 
@@ -283,10 +317,41 @@ class Hooks:
         self.boundary.end_backward()
         self._forget_begun()
         if not torch.is_grad_enabled():
-            self._lent.clear()
+            self._calls.lent.clear()
             self.schedule.end_backward()
         self._check()
         self.reductions.end_backward()
+
+    # all micro-batches of a step at once
+
+    def begin_accumulation(self, accumulation: Accumulation) -> None:
+        if not self._calls.running:
+            self._calls.inner = None  # whatever came before has ended, or raised
+        if self._accumulation is not None or not self._enter_forward():
+            raise RuntimeError(
+                "zf.accumulate was called inside a forward or a backward of the same model: call it outside"
+            )
+        self._accumulation, self._callback_queued = accumulation, True
+        self.reductions.begin_accumulation(late=accumulation.glue)
+        self.schedule.before_forward(self.schedule.root)
+
+    def end_accumulation(self, *, is_complete: bool, waits: bool = True) -> None:
+        self._accumulation, self._calls = None, Calls()
+        self.schedule.end_accumulation()
+        if is_complete:
+            with torch.no_grad():
+                self._end_backward()
+        elif waits:
+            self._forget_broken_backward()
+
+    @contextmanager
+    def resumed(self, calls: Calls) -> Iterator[None]:
+        """What comes now belongs to another flow of forwards."""
+        self._calls, before = calls, self._calls
+        try:
+            yield
+        finally:
+            self._calls = before
 
     def _forget_broken_backward(self) -> None:
         """An exception inside an earlier backward kept its end from being called."""
@@ -339,6 +404,7 @@ class _UnitCall:
 
     unit: Unit
     is_outermost: bool = False
+    is_cut_out: bool = False  # of the graph, by an accumulation
     has_input_gradient: bool = False
     begun: bool = False
     ended: bool = False
