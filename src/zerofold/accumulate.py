@@ -86,11 +86,22 @@ class _MicroBatch:
         self.segments: list[Segment] = []  # in the order they ran; backward takes them off the end
         self._first_use: dict[int, Segment] = {}
         self._pending: dict[int, Tensor] = {}  # gradients of tensors that earlier segments take as well
+        self._passed_again: set[Segment] = (
+            set()
+        )  # whose glue has nodes in common with glue that comes later in backward
 
     def add(self, segment: Segment) -> None:
         self.segments.append(segment)
         for tensor in segment.tensors_around():
             self._first_use.setdefault(id(tensor), segment)
+
+    def backward_from(self, loss: Tensor) -> None:
+        """To the last segment."""
+        seen: set[Any] = set()
+        for segment in self.segments:  # backward comes to the first one last
+            if _meets(self._ready_after(segment), seen):
+                self._passed_again.add(segment)
+        loss.backward(retain_graph=_meets([loss], seen))
 
     def backward(self) -> None:
         """Through the last segment that is left, and the graph in front of it."""
@@ -98,11 +109,19 @@ class _MicroBatch:
         for key, gradient in segment.backward().items():
             earlier = self._pending.get(key)
             self._pending[key] = gradient if earlier is None else earlier + gradient
-        # Nothing in front of a tensor's first use comes after it: all gradients of it are there.
-        ready = [tensor for tensor in segment.tensors_around() if self._first_use[id(tensor)] is segment]
+        ready = self._ready_after(segment)
         pairs = [(tensor, self._pending.pop(id(tensor))) for tensor in ready if id(tensor) in self._pending]
         if pairs:
-            _through_the_glue([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+            # A graph that is kept goes all the same, once nobody refers to it.
+            keep = segment in self._passed_again
+            torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs], retain_graph=keep)
+
+    def _ready_after(self, segment: Segment) -> list[Tensor]:
+        """Tensors of the glue whose gradients are complete when backward has come through the segment.
+
+        All units that take one come after its first use.
+        """
+        return [tensor for tensor in segment.tensors_around() if self._first_use[id(tensor)] is segment]
 
 
 class _Accumulation:
@@ -163,7 +182,7 @@ class _Accumulation:
             return
         loss = micro_batch.flow.take_result()
         _check(loss)
-        _through_the_glue([loss / len(self._micro_batches)], None)
+        micro_batch.backward_from(loss / len(self._micro_batches))
         self._losses.append(loss.detach())
 
     def _backward(self) -> None:
@@ -226,9 +245,22 @@ class _Accumulation:
             warnings.warn(f"zf.accumulate moves parameters once per micro-batch, not once a step: {why}", stacklevel=2)
 
 
-def _through_the_glue(tensors: list[Tensor], gradients: list[Tensor] | None) -> None:
-    """Backward between units. Parts of that graph may be passed several times; what nobody refers to goes by itself."""
-    torch.autograd.backward(tensors, gradients, retain_graph=True)
+def _meets(tensors: list[Tensor], seen: set[Any]) -> bool:
+    """Adds the nodes of the graph behind `tensors` to those that were seen; whether some of them were."""
+    nodes: set[Any] = set()
+    left: list[Any] = [tensor.grad_fn for tensor in tensors]
+    has_met = False
+    while left:
+        node = left.pop()
+        if node is None or node in nodes or type(node).__name__ == "AccumulateGrad":  # which keeps nothing
+            continue
+        if node in seen:
+            has_met = True
+            continue
+        nodes.add(node)
+        left += [following for following, _ in node.next_functions]
+    seen |= nodes
+    return has_met
 
 
 def _is_around_another(unit: Unit, units: list[Unit]) -> bool:
