@@ -59,10 +59,11 @@ def both(make: Callable[[], nn.Module], data: list[Any], *args: Any, **settings:
     return largest_difference(*ways)
 
 
-def gpt(row: Any, precision: str | None, **settings: Any) -> float:
-    if row == "hsdp":
-        settings["mesh"] = init_device_mesh("cpu", (1, 2), mesh_dim_names=("across", "inside"))
-    return both(make_model, list(batches(MICRO_BATCHES)), stage=row, precision=precision, clip=0.5, **settings)
+def gpt(row: Any, precision: str | None, device: str = "cpu", **settings: Any) -> float:
+    if row in ("hsdp", "hpz"):
+        settings["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("across", "inside"))
+    data = [tuple(tensor.to(device) for tensor in batch) for batch in batches(MICRO_BATCHES)]
+    return both(lambda: make_model().to(device), data, stage=row, precision=precision, clip=0.5, **settings)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
@@ -72,9 +73,17 @@ def test_one_rank_gives_the_bits_of_the_loop(ranks: Any, row: int, precision: st
 
 
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-@pytest.mark.parametrize("row", [0, 1, 2, 3, "hsdp", "dp"])
+@pytest.mark.parametrize("row", [0, 1, 2, 3, "hsdp", "hpz", "dp"])
 def test_two_ranks(ranks: Any, row: Any, precision: str | None) -> None:
     assert max(ranks(2, gpt, row, precision)) < 2e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_on_a_gpu(ranks: Any, world: int, precision: str | None) -> None:
+    """Kernels that add up with atomics give other bits each time."""
+    assert max(ranks(world, gpt, 3, precision, "cuda")) < (1e-5 if precision is None else 2e-3)
 
 
 def test_whole_gradients_with_accumulation_are_equal_to_the_bit(ranks: Any) -> None:
@@ -99,6 +108,7 @@ def traffic(micro_batches: int, live_bytes: int) -> tuple[dict[str, int], dict[s
         for unit, table in units.items()
         if unit.startswith("blocks")
     }
+    assert after["peak_live_bytes"] <= live_bytes
     parameters = sum(p.numel() for p in model.blocks[0].parameters())
     zf.close(model)
     return sent, by_unit, parameters
@@ -243,6 +253,12 @@ def wrong_calls() -> list[str]:
         raised(torch.no_grad()(accumulate), model, lambda model, batch: model(batch).sum(), data),
     ]
     zf.close(model)
+    engine, *_ = zf.initialize(
+        model=nn.Linear(4, 1),
+        config={"train_batch_size": 4, "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW"}},
+    )
+    errors.append(raised(accumulate, engine, lambda model, batch: model(batch).sum(), data))
+    engine.destroy()
     return errors
 
 
@@ -255,6 +271,7 @@ def test_wrong_calls_are_told(ranks: Any) -> None:
         "without a graph",
         "inside a forward or a backward",
         "inside torch.no_grad()",
+        "gradient_accumulation_steps=2",
     ]
     for error, part in zip(errors, expected, strict=True):
         assert part in error
