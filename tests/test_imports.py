@@ -33,6 +33,7 @@ ROOMS = [
     "slab",
     "unit",
     "segments",
+    "calls",
     "buffers",
     "replicas",
     "reduction_order",

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from zerofold.calls import Calls
 from zerofold.comm import CommError
 from zerofold.engine import Engine
 from zerofold.flows import Flow
-from zerofold.hooks import Calls
 from zerofold.schedule import in_backward
 from zerofold.segments import Segment
 from zerofold.unit import Unit
@@ -86,9 +86,7 @@ class _MicroBatch:
         self.segments: list[Segment] = []  # in the order they ran; backward takes them off the end
         self._first_use: dict[int, Segment] = {}
         self._pending: dict[int, Tensor] = {}  # gradients of tensors that earlier segments take as well
-        self._passed_again: set[Segment] = (
-            set()
-        )  # whose glue has nodes in common with glue that comes later in backward
+        self._passed_again: set[Segment] = set()  # whose glue has nodes that a later part of backward passes too
 
     def add(self, segment: Segment) -> None:
         self.segments.append(segment)
@@ -161,6 +159,7 @@ class _Accumulation:
         return torch.stack(self._losses).mean()
 
     def _forward(self) -> None:
+        self._schedule.before_forward(self._schedule.root)  # all micro-batches use it, so it stays until the end
         for micro_batch in self._micro_batches:
             self._go_on(micro_batch)
         while waiting := [each for each in self._micro_batches if each.waits_for is not None]:

@@ -11,12 +11,11 @@ end of backward      a callback of the engine, queued by the first event, which 
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zerofold.boundary import Boundary
+from zerofold.calls import Accumulation, Calls, UnitCall
 from zerofold.comm import CommError
 from zerofold.nested import tensors_in
 from zerofold.reduction_order import ReductionOrder
@@ -33,25 +33,6 @@ from zerofold.slab import Slab
 from zerofold.unit import Unit
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass
-class Calls:
-    """What is under way in one flow of forwards."""
-
-    running: list[_UnitCall] = dataclasses.field(default_factory=list)  # innermost last
-    inner: nn.Module | None = None  # a module inside a unit that the user has called
-    lent: dict[Unit, nn.Module] = dataclasses.field(default_factory=dict)  # units gathered for one module inside them
-
-
-class Accumulation(Protocol):
-    """Several micro-batches under way at once, each in a flow of its own; `accumulate` is the one there is."""
-
-    glue: list[Unit]
-
-    def arrive(self, unit: Unit) -> bool: ...
-    def enter(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
-    def leave(self, output: Any) -> Any: ...
 
 
 def _untraced(hook: Callable[..., T]) -> Callable[..., T]:
@@ -84,8 +65,8 @@ class Hooks:
         self._accumulation: Accumulation | None = None
         self._outermost: set[Unit] = set()  # units that the user called himself, last time
         # Forwards whose backward may still come. Autograd's nodes keep them alive; a dropped graph drops them.
-        self._waiting: WeakSet[_UnitCall] = WeakSet()
-        self._begun: list[_UnitCall] = []  # in this backward
+        self._waiting: WeakSet[UnitCall] = WeakSet()
+        self._begun: list[UnitCall] = []  # in this backward
         self._callback_queued = False
         self.out_of_memory: Callable[[BaseException | None], None] = lambda error: None  # called with it
         self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
@@ -159,7 +140,7 @@ class Hooks:
         is_outermost = self._calls.inner is module
         self._calls.inner = None if is_outermost else self._calls.inner
         self._refuse_views_of_parameters(unit, output)
-        if not self._await_backward(_UnitCall(unit), output):
+        if not self._await_backward(UnitCall(unit), output):
             self.schedule.take_back(unit)  # otherwise it stays until backward ends
         return self.boundary.leave(output, module.modules(), is_recomputed=False) if is_outermost else None
 
@@ -200,7 +181,7 @@ class Hooks:
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if unit is self.schedule.root and not self._calls.running:
             self._calls.inner = None  # whatever came before has ended, or raised
-        call = _UnitCall(unit)
+        call = UnitCall(unit)
         if not in_backward():
             call.is_outermost = self._enter_forward()
             self._outermost.add(unit) if call.is_outermost else self._outermost.discard(unit)
@@ -245,7 +226,7 @@ class Hooks:
             return None
         return self.boundary.leave(output, unit.module.modules(), is_recomputed=in_backward())
 
-    def _await_backward(self, call: _UnitCall, output: Any) -> bool:
+    def _await_backward(self, call: UnitCall, output: Any) -> bool:
         """Whether anything that came out may lead backward into the call; if so, it will be noticed."""
         outputs = list(tensors_in(output)) if torch.is_grad_enabled() else []
         # Results left on modules (auxiliary losses) take part in backward like outputs.
@@ -277,7 +258,7 @@ class Hooks:
 
     # backward
 
-    def _begin_call(self, call: _UnitCall, gradients: Any) -> None:
+    def _begin_call(self, call: UnitCall, gradients: Any) -> None:
         """A node that made one of the call's outputs is about to run."""
         self._enter_backward()
         if not call.begun:
@@ -285,7 +266,7 @@ class Hooks:
             self._begun.append(call)
             self.schedule.before_backward(call.unit)
 
-    def _end_call_once(self, call: _UnitCall, gradients: Any) -> None:
+    def _end_call_once(self, call: UnitCall, gradients: Any) -> None:
         """A node that made one of the call's inputs is about to run.
 
         Autograd runs later nodes first, and whatever made an input came before all nodes of this call: the first such
@@ -296,7 +277,7 @@ class Hooks:
         if call.begun and not call.ended:
             self._end_call(call)
 
-    def _end_call(self, call: _UnitCall) -> None:
+    def _end_call(self, call: UnitCall) -> None:
         call.ended = True
         if torch.is_grad_enabled():
             return  # create_graph: a second backward will read the weights again
@@ -333,7 +314,6 @@ class Hooks:
             )
         self._accumulation, self._callback_queued = accumulation, True
         self.reductions.begin_accumulation(late=accumulation.glue)
-        self.schedule.before_forward(self.schedule.root)
 
     def end_accumulation(self, *, is_complete: bool, waits: bool = True) -> None:
         self._accumulation, self._calls = None, Calls()
@@ -396,21 +376,6 @@ def _unit_hook() -> type[_InnerHook]:
         __call__ = _untraced(_InnerHook.__call__)
 
     return UnitHook
-
-
-@dataclasses.dataclass(eq=False)
-class _UnitCall:
-    """One forward of a unit, until its backward is through."""
-
-    unit: Unit
-    is_outermost: bool = False
-    is_cut_out: bool = False  # of the graph, by an accumulation
-    has_input_gradient: bool = False
-    begun: bool = False
-    ended: bool = False
-
-    def might_get_gradients(self) -> bool:
-        return self.has_input_gradient or bool(self.unit.trainable_slabs)
 
 
 def _is_leaf_with_grad(value: Any) -> bool:
