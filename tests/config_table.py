@@ -21,8 +21,9 @@ refused with the nearest name. "auto" is accepted where the second column says s
 - **refused**: cannot be done, unless it is switched off; the message gives the reason
 - **old**: an earlier name, read as the new one
 
-Offload: the device "cpu" is where the states of a CPU run are anyway; beside an accelerator it is still to come, and
-the states stay there, which is said. "nvme" is refused until it comes.
+Offload: `offload_optimizer` and `offload_param` become `offload=` of `zf.prepare`. The device "cpu" is "host", "nvme" a
+file in `nvme_path`; a `ratio` below 1 is the part of the units whose optimizer states go to the host. Parameters are
+made from the optimizer's states, so `offload_param` alone takes these along.
 
 | key | "auto" | fate | |
 |---|---|---|---|

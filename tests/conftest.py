@@ -42,6 +42,7 @@ THOROUGH = [
     r"test_accumulate.py::test_one_rank_gives_the_bits_of_the_loop\[(3-None|0-bf16|0-fp16)",
     r"test_accumulate.py::test_hugging_face_models\[(?!llama-None|gpt2-bf16)",
     r"test_accumulate.py::test_unusual_models\[(plain|skipped)",
+    r"test_park.py::test_training_goes_on_to_the_bit_on_every_row",
     r"test_ranks.py::test_(the_least_recently|a_hang_ends|a_world_without|errors_caught|an_error_shows)",
 ]
 

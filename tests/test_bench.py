@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from zerofold.bench import figures, memory, mixed, precision, step
 from zerofold.bench.fleet import EngineError, EngineProcesses, Setting
 from zerofold.bench.gpt import GPT, GPTSize, RandomTokens
+from zerofold.bench.io import bench_io_command
 from zerofold.bench.precision_runs import Case, Outcome
 from zerofold.bench.step import Measurement, Record, bench_step_command, make_row
 from zerofold.bench.update import bench_update_command
@@ -169,6 +170,40 @@ def test_the_update_is_timed_beside_a_copy():
     refused = CliRunner().invoke(app, ["--params", "0"])
     assert refused.exit_code == 2
     assert "use 1 or more" in refused.stderr
+
+
+def test_the_ceilings_of_offloading_are_measured(tmp_path):
+    result = invoke("--size", "0.002", "--path", str(tmp_path), "--json", command=bench_io_command)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["skipped"] == ({} if torch.cuda.is_available() else {"pcie": "no accelerator here"})
+    rows = {(row["part"], row["name"]): row for row in found["rows"]}
+    assert all(row["gb_per_s"] > 0 for row in rows.values())
+    assert rows["host update", "plain copy"]["share"] == 1.0
+    assert {"1 thread", "chosen", "blocks of 2**19"} <= {name for part, name in rows if part == "host update"}
+    through, raw = rows["disk", "mixed, NVMe tier"], rows["disk", "mixed, raw"]
+    assert through["share"] == pytest.approx(through["gb_per_s"] / raw["gb_per_s"])
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()], "the measurement leaves nothing behind"
+
+
+def test_what_cannot_be_measured_is_named(tmp_path, monkeypatch):
+    for options, message in (
+        (["--size", "0"], "--size 0.0: use 0.0010 GiB or more"),
+        (["--size", "1e9"], "GiB are available; use --size"),
+        (["--path", str(tmp_path / "none")], "there is no such folder"),
+    ):
+        refused = invoke(*options, command=bench_io_command)
+        assert refused.exit_code == 2
+        assert message in refused.stderr
+
+    def full(folder, nbytes):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("zerofold.bench.io.disk_rates", full)
+    failed = invoke("--size", "0.002", "--path", str(tmp_path), command=bench_io_command)
+    assert failed.exit_code == 1
+    assert "error: disk: the disk is full" in failed.stderr
+    assert "plain copy" in failed.stdout  # what was measured is shown all the same
 
 
 def test_a_recomputed_model_trains_the_same():

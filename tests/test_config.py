@@ -18,6 +18,8 @@ from torch import nn
 from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.config.keys import Section
 from zerofold.config.keys_training import TABLE
+from zerofold.configured import shard_arguments
+from zerofold.offload.wishes import read_offload
 
 CPU = torch.device("cpu")
 FIXTURES = sorted((Path(__file__).parent / "data" / "ds_configs").glob("*.json"))
@@ -138,12 +140,13 @@ MUTATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"bf16.bf16_master_weights_and_grads": True}, ["true", "switch bf16.enabled on"]),
     ({"bf16.bf16_optimizer_states": True}, ["true", "bf16_master_weights_and_grads"]),
     ({"bfloat16": {"enabled": False}}, ["false", "an old name of bf16", "keep one"]),
-    # Still to come.
     ({"zero_optimization.offload_optimizer": {"device": "nvme"}}, ["nvme_path: null", "give a folder"]),
     (
-        {"zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}},
-        ['"nvme" is still to come', '"cpu"'],
+        {"zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "ratio": 0.5}},
+        ["0.5 is a part for the host", "set the device to cpu"],
     ),
+    ({"zero_optimization.offload_optimizer.ratio": 1.5}, ["1.5", "at most 1"]),
+    # Still to come.
     ({"tensor_parallel": {"autotp_size": 4}}, ['{"autotp_size": 4}', "still to come"]),
     ({"pipeline": {"stages": 2}}, ['{"stages": 2}', "still to come"]),
     ({"sequence_parallel_size": 2}, ["2", "still to come"]),
@@ -413,20 +416,38 @@ def test_old_names_and_forms() -> None:
     settings = resolved(old)
     assert settings.precision is not None
     assert (settings.precision.parameters, settings.precision.reduction) == (torch.bfloat16, torch.float32)
-    assert settings.offload["optimizer"].device == "cpu"
+    assert settings.offload == {"optimizer": "host"}
     assert settings.gather_16bit_on_save
     assert resolved({"zero_optimization": True}).stage == 1
     assert resolved({"zero_optimization": True}).resolved["zero_optimization"] == {"stage": 1}
 
 
-def test_offload_stays_on_the_device_for_now_and_says_so() -> None:
-    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert set(resolved(config).offload) == {"optimizer"}
-    settings = resolved(config, device=torch.device("cuda"))
-    assert settings.offload == {}
-    assert any(
-        "offload to the host is still to come: the states stay on the device" in line for line in settings.table()
-    )
+NVME = {"device": "nvme", "nvme_path": "/disk", "pipeline_read": True, "buffer_count": 24}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parameters", "expected"),
+    [
+        ({"device": "cpu"}, {}, {"optimizer": "host"}),
+        ({"device": "cpu", "ratio": 0.4}, {}, {"optimizer": 0.4}),
+        ({"device": "none", "ratio": 0.4}, {"device": "none"}, {}),
+        ({"device": "cpu", "ratio": 1}, {"device": "cpu"}, {"optimizer": "host", "parameters": "host"}),
+        (NVME, {"device": "cpu"}, {"optimizer": "nvme", "parameters": "host", "path": "/disk"}),
+        (NVME, {"device": "nvme", "nvme_path": "/b"}, {"optimizer": "nvme", "parameters": "nvme", "path": "/disk"}),
+        ({}, {"device": "cpu"}, {"optimizer": "host", "parameters": "host"}),
+        ({}, {"device": "nvme", "nvme_path": "/b"}, {"optimizer": "host", "parameters": "nvme", "path": "/b"}),
+    ],
+)
+def test_offload_is_what_shard_takes(optimizer: Any, parameters: Any, expected: dict[str, Any]) -> None:
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": optimizer, "offload_param": parameters}}
+    settings = resolved(config)
+    assert settings.offload == resolved(config, device=torch.device("cuda")).offload == expected
+    assert shard_arguments(settings, None).get("offload", {}) == expected
+    read_offload(expected or None)
+    told = "\n".join(settings.table())
+    assert not expected or all(f"{key!r}: {value!r}" in told for key, value in expected.items())
+    assert ("go along" in told) == (optimizer == {})
+    assert ("one folder holds all states: /disk" in told) == (optimizer is NVME and "nvme_path" in parameters)
 
 
 def test_features_that_are_switched_off_are_no_matter() -> None:

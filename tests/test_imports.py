@@ -30,6 +30,7 @@ ROOMS = [
     "cutting",
     "reduce",
     "gradients",
+    "gradients_away",
     "slab",
     "unit",
     "segments",
@@ -46,6 +47,7 @@ ROOMS = [
     "filling",
     "materialise",
     "changes",
+    "offloading",
     "engine",
     # The ledger reads its numbers off the engine; the rest of observe, which shows them, stands further down.
     "observe.ledger",
@@ -54,6 +56,7 @@ ROOMS = [
     "optim",
     "access",
     "accumulate",
+    "park",
     "join",
     "activation",
     "parallel",

@@ -247,6 +247,24 @@ def test_noise_on_the_cpu_does_not_depend_on_blocks(monkeypatch: pytest.MonkeyPa
     assert torch.equal(*masters)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bits_on_the_cpu_do_not_depend_on_the_size_of_blocks(threads: int) -> None:
+    """So each machine may have its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    results = []
+    try:
+        for block in (2**10, 2**12, 2**14, None):
+            each = make(2**17 + 5, gradient=BF16)
+            each = each._replace(copy=torch.empty_like(each.master, dtype=BF16))
+            adam_cpu.update([each], SETTINGS, torch.tensor(0.3), None, block=block)
+            results.append(each)
+    finally:
+        torch.set_num_threads(before)
+    for each in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(each[:5], results[0][:5], strict=True))
+
+
 @on_every_kernel
 def test_values_that_are_no_numbers_stay_so(kernel: str) -> None:
     """A carry out of the NaN with all bits set, which GPUs make, would give zero."""

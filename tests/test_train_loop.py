@@ -88,11 +88,22 @@ def test_one_rank_runs_the_same_code(ranks: RankPool, tmp_path: Path) -> None:
         ({"minutes": -1.0}, "minutes is -1.0: give a number above 0"),
         ({"lr": math.nan}, "lr is nan"),
         ({"seed": -1}, "seed is -1: give 0 or more"),
+        ({"offload": "hots"}, "did you mean 'host'?"),
+        ({"offload": "1.5"}, "from 0 to 1"),
+        ({"offload": "nvme"}, "add --offload-path DIR"),
+        ({"offload_path": "/disk"}, "add --offload nvme or auto"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainOptions(out=Path("nowhere"), **options)
+
+
+def test_offload_is_what_prepare_takes() -> None:
+    assert TrainOptions(out=Path("nowhere")).offload_wish is None
+    assert TrainOptions(out=Path("nowhere"), offload="0.25").offload_wish == {"optimizer": 0.25}
+    on_disk = TrainOptions(out=Path("nowhere"), offload="auto", offload_path="/disk")
+    assert on_disk.offload_wish == {"optimizer": "auto", "path": "/disk"}
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:

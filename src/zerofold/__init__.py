@@ -15,6 +15,7 @@ from zerofold.loss_scale import LossScale, LossScaleError
 from zerofold.observe.out_of_memory import explain_oom
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
+from zerofold.park import offload_states, reload_states
 from zerofold.precision import Precision
 from zerofold.prepare import attach, close, prepare, shard
 from zerofold.replicas import ReplicaError
@@ -54,7 +55,9 @@ __all__ = [
     "ledger",
     "load",
     "no_sync",
+    "offload_states",
     "prepare",
+    "reload_states",
     "save",
     "shard",
     "stage",

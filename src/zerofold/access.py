@@ -67,7 +67,7 @@ def full_params(model: nn.Module, *, from_rank: int | None = None, masters: bool
         raise ValueError(f"from_rank={from_rank} is no rank of this model; it has 0 to {ranks - 1}")
     if from_rank is not None and not masters:
         raise ValueError("full_params: from_rank= is for changes, which masters=False does not take")
-    engine.settle()
+    engine.settle("parameters", "buffers")
     engine.hold_all(masters=masters)
     versions = {id(p): p._version for slab in engine.slabs() for p in slab.parameters}
     try:
@@ -84,7 +84,7 @@ def full_params(model: nn.Module, *, from_rank: int | None = None, masters: bool
 
 
 def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> None:
-    engine.settle()
+    engine.settle("parameters")
     names: list[str] = []
     marks: list[float] = []
     for slab in engine.slabs():
@@ -170,6 +170,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     >>> zf.close(model)
     """
     engine = Engine.of(model)
+    engine.step.need("gradients")
     engine.end_step()
     engine.reductions.flush()
     return clip_grad_norm(engine, max_norm, norm_type)
@@ -188,6 +189,7 @@ def clip_grad_value_(model: nn.Module, value: float) -> None:
     if not value > 0:
         raise ValueError(f"clip_grad_value_: value={value} must be positive")
     engine = Engine.of(model)
+    engine.step.need("gradients")
     engine.end_step()
     engine.reductions.flush()
     Gradients(engine).clamp(value)

@@ -16,8 +16,10 @@ def main() -> None:
 
 def build_app() -> typer.Typer:
     """All commands. Built when called, so that rank processes, which import this file, do not load them."""
+    from zerofold.bench.io import bench_io_command
     from zerofold.bench.memory import bench_memory_command
     from zerofold.bench.mixed import bench_mixed_command
+    from zerofold.bench.offload import bench_offload_command
     from zerofold.bench.precision import bench_precision_command
     from zerofold.bench.save import bench_save_command
     from zerofold.bench.step import bench_step_command
@@ -44,7 +46,9 @@ def build_app() -> typer.Typer:
     bench_app.command("save")(bench_save_command)
     bench_app.command("update")(bench_update_command)
     bench_app.command("mixed")(bench_mixed_command)
+    bench_app.command("io")(bench_io_command)
     bench_app.command("memory")(bench_memory_command)
+    bench_app.command("offload")(bench_offload_command)
     bench_app.command("precision")(bench_precision_command)
     app.add_typer(bench_app, name="bench")
     app.add_typer(checkpoint_app(), name="checkpoint")

@@ -63,6 +63,8 @@ def shard_arguments(settings: Settings, optimizer: torch.optim.Optimizer | None)
         "buffer_bytes": settings.buffer_bytes,
         "overlap": settings.overlap,
     }
+    if settings.offload:
+        found["offload"] = dict(settings.offload)
     if optimizer is not None and settings.stage in (1, 2, 3) and why_not_elementwise(optimizer) is not None:
         found |= {"cut": "whole", "cost": update_cost(optimizer)}
     return found

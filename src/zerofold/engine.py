@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import finalize
 
 import torch
@@ -18,11 +18,13 @@ from zerofold.buffers import Buffers
 from zerofold.changes import Changes
 from zerofold.dealing import live_bound, split
 from zerofold.filling import fill_new
+from zerofold.gradients_away import AwayGradients
 from zerofold.groups import Groups
 from zerofold.hooks import Hooks
 from zerofold.loss_scale import LossScaler
 from zerofold.materialise import Materialiser
-from zerofold.memory import BufferPool, StorageCache
+from zerofold.memory import BufferPool, StorageCache, Transfers
+from zerofold.offloading import Offloading
 from zerofold.placement import Row
 from zerofold.precision import Precision
 from zerofold.reduce import Reducer
@@ -53,6 +55,17 @@ class StepInfo:
     skipped_total: int
 
 
+class Updates(Protocol):
+    """Of offloaded states, in the background."""
+
+    def finish(self) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def figures(self) -> dict[str, float]: ...
+    @property
+    def nbytes_on_device(self) -> int: ...
+
+
 class Engine:
     """The units of one model with their schedule, hooks and counters."""
 
@@ -71,6 +84,7 @@ class Engine:
         accumulate: int,
         overlap: bool,
         precision: Precision,
+        offloading: Offloading | None = None,
         patience: float | None = None,
         check_replicas: int | None = None,
     ) -> None:
@@ -80,7 +94,23 @@ class Engine:
             finalize(self, self.watch.close)  # at the latest when the process ends
         self.traffic = groups.gather.traffic
         self.cache, self.pool, self.step = StorageCache(), BufferPool(buffer_bytes), StepScope()
-        home = Home(row, groups, device, self.cache, self.step, precision, EngineLink(self))
+        self.device, self.transfers = device, Transfers(device)
+        self.offloading = offloading or Offloading.none(device)
+        self.updates: Updates | None = None  # of offloaded states, once a step has needed them
+        self.step.under_way = self.finish_updates if self.is_offloaded else None
+        home = Home(
+            row,
+            groups,
+            device,
+            self.cache,
+            self.step,
+            precision,
+            self.offloading.memory,
+            self.transfers,
+            self.offloading.tiers,
+            adds_up=accumulate > 1,
+            engine=EngineLink(self),
+        )
         bound = live_bound(assigned, row, groups.gather.size, live_bytes)
         self.units: list[Unit] = []
         for index, (name, entries) in enumerate(assigned.items()):
@@ -105,6 +135,7 @@ class Engine:
         self.schedule = Schedule(self.units, self.reductions, live_bytes=bound, overlap=overlap)
         self.changes = Changes(model, home, self.schedule, self.reductions)
         self.hooks = Hooks(self.schedule, self.reductions, self.boundary, self.take_in_changes, self.changes.check)
+        self.hooks.before_backward = partial(self.step.need, "parameters", "buffers", "gradients")
         self.boundary.look(model)
         self._matmul_before = torch.get_float32_matmul_precision() if precision.tf32 else None
         if precision.tf32:
@@ -130,6 +161,7 @@ class Engine:
         self.saving: object = None  # a checkpoint being written in the background
         self.saving_group: dist.ProcessGroup | None = None
         self.staging: Any = None  # host memory for it
+        self.parked: Any = None  # states that are in host memory for a while
         self.is_swapped = False  # one of them is in the model for a while
         self.on_close: list[Callable[[], None]] = []
         self.is_closed = False
@@ -152,8 +184,21 @@ class Engine:
                 slab.mark_changed()
             self._changing = []
 
-    def settle(self) -> None:
-        """Parameters and optimizer states may change after this: a copy of them that was under way is complete."""
+    @property
+    def is_offloaded(self) -> bool:
+        return any(tiers.is_offloaded for tiers in self.offloading.tiers.values())
+
+    def finish_updates(self) -> None:
+        """Returns when offloaded states are what the last step makes of them, and gradients have arrived."""
+        if self.updates is not None:
+            self.updates.finish()
+        for slab in self.slabs():
+            if isinstance(slab.gradients, AwayGradients):
+                slab.gradients.finish()
+
+    def settle(self, *states: str) -> None:
+        """These states, or all, are here and may change after this: a copy that was under way is complete."""
+        self.step.need(*states)
         while self.before_change:
             self.before_change.pop()()
 
@@ -172,6 +217,7 @@ class Engine:
         self.boundary.shows_masters = self.schedule.shows_masters
 
     def take_in_changes(self) -> None:
+        self.step.need("parameters", "buffers")
         self.end_step()
         before = self.changes.count
         self.changes.take_in(self.hooks)
@@ -245,8 +291,12 @@ class Engine:
 
     def remove(self, *, gather: bool = True) -> None:
         """Leaves an ordinary model behind: with whole parameters, or with the cut ones on the meta device."""
+        if self.parked is not None:
+            self.parked.restore()
         self.is_closed = True
         self.reducer.finish()
+        if self.updates is not None:
+            self.updates.close()
         if gather:
             self.hold_all(masters=True)
         else:
@@ -276,6 +326,8 @@ class Engine:
         self.cache.clear()
         self.pool.clear()
         self.staging = None
+        self.step.under_way = None
+        self.offloading.memory.close()
         if self.saving_group is not None and dist.is_initialized():
             dist.destroy_process_group(self.saving_group)
         self._end_groups()

@@ -257,7 +257,7 @@ class FaceGradients:
         if flat is not None:
             return flat.nbytes + local
         shown = [face.grad for face in self.faces]
-        return local + sum(grad.local.nbytes for grad in shown if isinstance(grad, ShardedTensor))
+        return local + sum(grad.form.nbytes for grad in shown if isinstance(grad, ShardedTensor))
 
 
 def _refuse_sparse(parameter: Tensor) -> None:

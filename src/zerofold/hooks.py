@@ -69,6 +69,7 @@ class Hooks:
         self._begun: list[UnitCall] = []  # in this backward
         self._callback_queued = False
         self.out_of_memory: Callable[[BaseException | None], None] = lambda error: None  # called with it
+        self.before_backward: Callable[[], None] = lambda: None  # may refuse it
         self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
         # Backward may run inside a compiled training step, so what autograd calls is kept out of graphs as well.
         self._begins, self._ends = _untraced(self._begin_call), _untraced(self._end_call_once)
@@ -213,6 +214,8 @@ class Hooks:
             return None
         if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
             self.out_of_memory(sys.exc_info()[1])
+        if not self._calls.running:
+            return None  # it was refused before it began
         call = self._calls.running.pop()
         self._refuse_views_of_parameters(unit, output)
         if call.is_cut_out and self._accumulation is not None:
@@ -247,7 +250,7 @@ class Hooks:
 
     def _refuse_views_of_parameters(self, unit: Unit, output: Any) -> None:
         """After the forward their memory is gone, and reading them would crash the process."""
-        released = [slab for slab in unit.slabs if slab.has_own_shard] if unit.releases else []
+        released = [slab for slab in unit.slabs if slab.has_own_shard and not slab.is_kept] if unit.releases else []
         own = {slab.storage.tensor.untyped_storage()._cdata for slab in released}
         for tensor in tensors_in(output) if own else ():
             if not isinstance(tensor, ShardedTensor) and tensor.untyped_storage()._cdata in own:
@@ -288,6 +291,7 @@ class Hooks:
 
     def _enter_backward(self) -> None:
         if not self._callback_queued:
+            self.before_backward()
             self._callback_queued = True
             self.schedule.end_steps()
             self.reductions.begin_backward()
@@ -312,6 +316,7 @@ class Hooks:
             raise RuntimeError(
                 "zf.accumulate was called inside a forward or a backward of the same model: call it outside"
             )
+        self.before_backward()
         self._accumulation, self._callback_queued = accumulation, True
         self.reductions.begin_accumulation(late=accumulation.glue)
 

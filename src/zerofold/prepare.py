@@ -24,6 +24,8 @@ from zerofold.engine import Engine
 from zerofold.groups import Groups, destroy, make_control, ranks_along
 from zerofold.materialise import Init, Materialiser, on_meta
 from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
+from zerofold.offload.wishes import Offload, OffloadChoice, check_row, read_offload
+from zerofold.offloading import Offloading, make_offloading
 from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
@@ -63,6 +65,7 @@ def prepare(
     live_bytes: int | None = None,
     buffer_bytes: int | None = None,
     accumulate: int | None = None,
+    offload: OffloadChoice = None,
     overlap: bool = True,
     patience: float | None = None,
     check_replicas: int | None = None,
@@ -83,10 +86,14 @@ def prepare(
     said = {"stage": stage, "precision": precision, "accumulate": accumulate, "buffer_bytes": buffer_bytes}
     chosen: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     chosen |= {"mesh": mesh, "cut": cut, "overlap": overlap, "cost": cost or update_cost(optimizer)}
+    if offload is not None:
+        chosen["offload"] = offload
     if config is not None:
         _check_ready(model)
         settings = configured(config, model, optimizer, {**said, "clip": clip, "mesh": mesh})
         chosen |= shard_arguments(settings, optimizer) | {"accumulate": settings.accumulate}
+        if offload is not None:
+            chosen["offload"] = offload
         clip = settings.clip
         scheduler = scheduler or scheduler_of(settings, optimizer)
     shard(
@@ -123,6 +130,7 @@ def shard(
     live_bytes: int | None = None,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     accumulate: int = 1,
+    offload: OffloadChoice = None,
     overlap: bool = True,
     patience: float | None = None,
     check_replicas: int | None = None,
@@ -148,6 +156,9 @@ def shard(
     buffer_bytes  size of one fused communication buffer
     accumulate    backwards that make a step: only the last one reduces where gradients stay whole (stages 0, 1, dp),
                   and across groups (hsdp)
+    offload       where states live while nobody uses them: {"optimizer": "host", "nvme" or the fraction of the units
+                  that goes to the host, "parameters": …, "gradients": …, "path": a folder for "nvme"}, or "auto" to
+                  fill the device, then the host, then the disk. docs/offload.md has all keys
     overlap       False runs every communication to its end at once: slower, the same bits, for debugging
     patience      seconds for which a rank may keep the others waiting before all of them raise, naming it; by default
                   as long as the process group's own time-out allows. Ranks that do different things raise in seconds
@@ -167,14 +178,16 @@ def shard(
     try:
         agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate, patience, check_replicas))
         policy = agree(control, lambda: policy_of(precision))
+        wish = agree(control, lambda: read_offload(offload))
         plan = agree(control, lambda: _plan(model, stage, cut, units, mesh, cost, live_bytes, device, policy))
         if load is not None:
             given = load
             agree(control, lambda: _choose_sources(model, plan, given, has_init=init is not None, control=control))
         numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
-        numbers += f", check_replicas={check_replicas}"
+        numbers += f", check_replicas={check_replicas}, {wish}"
         settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}, {policy.summary}"
         check_same_on_all_ranks(control, fingerprint(plan.assigned, settings))
+        offloading = None if wish is None else _offload(plan, wish, policy, control, mesh, live_bytes, accumulate)
     except Exception:
         destroy(mesh, [control.group])
         raise
@@ -192,6 +205,7 @@ def shard(
             accumulate=accumulate,
             overlap=overlap,
             precision=policy,
+            offloading=offloading,
             patience=patience,
             check_replicas=check_replicas,
         )
@@ -266,6 +280,34 @@ def _choose_sources(model: nn.Module, plan: _Plan, load: Load, *, has_init: bool
     contents = load if isinstance(load, Contents) else open_checkpoint(load)
     choose_sources(model, plan.assigned, contents, has_init=has_init, warns=control.rank == 0)
     load_buffers(model, contents, plan.device)
+
+
+def _offload(
+    plan: _Plan,
+    wish: Offload,
+    policy: Precision,
+    control: Comm,
+    mesh: DeviceMesh | None,
+    live_bytes: int | None,
+    accumulate: int,
+) -> Offloading:
+    entries = [entry for unit in plan.assigned.values() for entry in unit]
+    trains = any(entry.parameter.requires_grad for entry in entries)
+    agree(control, lambda: check_row(wish, plan.row, trains=trains))
+    world = len(ranks_along(mesh, plan.row.optimizer.axes or AXES))
+    gathered = live_bound(plan.assigned, plan.row, world, live_bytes)
+    adds_up = accumulate > 1
+    return make_offloading(
+        wish,
+        plan.assigned,
+        plan.row,
+        plan.device,
+        policy,
+        control,
+        world=world,
+        adds_up=adds_up,
+        live_bytes=gathered,
+    )
 
 
 def _explain(engine: Engine, error: BaseException | None) -> None:

@@ -111,11 +111,19 @@ class Reducer:
     def _average_across(self, part: Tensor, unit: str) -> None:
         """Every group has added its own mean. What was there before is the same in all, so averaging keeps it."""
         assert self.across is not None
-        self._pending.append(self.across.all_reduce(part.mul_(1 / self.across.size), unit=unit).wait)
+        mean = part.to(self.across.device).mul_(1 / self.across.size)  # the part itself, unless it is on the host
+        handle = self.across.all_reduce(mean, unit=unit)
+
+        def finish() -> None:
+            handle.wait()
+            if mean.device != part.device:
+                part.copy_(mean)
+
+        self._pending.append(finish)
 
     def _exchange(self, reduction: Reduction, chunk: Chunk) -> _Arriving:
         """Rows go to their owners, who sum them."""
-        comm, wire, device = self.comm, reduction.wire, reduction.shard.device
+        comm, wire, device = self.comm, reduction.wire, self.comm.device
         before, after = self._scales(reduction)
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         size, width = sum(chunk.widths[rank] for rank in others), chunk.widths[comm.rank]
@@ -134,7 +142,7 @@ class Reducer:
 
     def _own_form(self, reduction: Reduction, chunk: Chunk) -> _Arriving:
         """The backend sums."""
-        comm, wire, device, widths = self.comm, reduction.wire, reduction.shard.device, chunk.widths
+        comm, wire, device, widths = self.comm, reduction.wire, self.comm.device, chunk.widths
         before, after = self._scales(reduction)
         sent = self.pool.take(sum(widths), wire, device)
         rows = sent[: sum(widths)].split(widths)
@@ -152,7 +160,7 @@ class Reducer:
     def _everywhere(self, reduction: Reduction, chunk: Chunk) -> _Arriving:
         """Every rank needs the whole mean."""
         before, after = self._scales(reduction)
-        buffer = self.pool.take(chunk.widths[0], reduction.wire, reduction.shard.device)
+        buffer = self.pool.take(chunk.widths[0], reduction.wire, self.comm.device)
         mean = buffer[: chunk.widths[0]]
         _pack(mean, reduction, 0, chunk, before)
         handle = self.comm.all_reduce(mean, unit=reduction.unit)
@@ -172,7 +180,7 @@ class _Arriving(NamedTuple):
 
 def _adder(mean: Tensor, scale: float) -> AddTo:
     def add_to(target: Tensor, columns: slice, own: Tensor | None, accumulate: bool) -> None:
-        part = _scaled(mean[columns], target.dtype, scale)
+        part = _scaled(mean[columns], target.dtype, scale).to(target.device)  # which may be the host
         target.add_(part) if accumulate else target.copy_(part)
 
     return add_to

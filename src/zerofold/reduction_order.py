@@ -130,7 +130,7 @@ class ReductionOrder:
             return
         if self.steps:  # an optimizer is attached and steps: gradients may be wanted elsewhere, as a generator's are
             return
-        if [slab.shard._version for slab in self._order] != self._versions_at_reduction:
+        if [slab.version for slab in self._order] != self._versions_at_reduction:
             self._versions_at_reduction = None
         elif all(face.grad is None for slab in self._order for face in slab.faces):
             self._warned = True
@@ -177,7 +177,7 @@ class ReductionOrder:
             if any(had_gradient):
                 self._expected.append(slab)
         if self._expected:
-            self._versions_at_reduction = [slab.shard._version for slab in self._order]
+            self._versions_at_reduction = [slab.version for slab in self._order]
         self.count += 1
         self._gather_tag = 0
         self._has_partial = not self._across and self.reducer.across is not None

@@ -48,6 +48,7 @@ class Schedule:
         self._live = 0
         self._stepped: list[object] = []  # optimizers, since parameters or gradients were last used
         self._followed: set[object] = set()  # optimizers that another one came after last time
+        self._is_alone = all(slab.comm.size == 1 for unit in units for slab in unit.slabs)
         for unit in units:
             unit.fetch = partial(self._stay, unit)
 
@@ -121,7 +122,9 @@ class Schedule:
         for unit in self.units:  # in an order that ranks share, whatever order each ran them in
             if not unit.is_stale or unit.state is State.RELEASED:
                 continue
-            if is_last:
+            if any(slab.update is not None for slab in unit.slabs):
+                unit.fetch_when_touched()  # its next use waits for its own update, not this step for all of them
+            elif is_last:
                 self._gather(unit)
             else:
                 unit.refuse_stale()
@@ -241,6 +244,8 @@ class Schedule:
             if unit.state is State.RELEASED and unit.is_cut:
                 if self._live + unit.full_nbytes > self.live_bytes:
                     return
+                if self._is_alone and not unit.is_at_hand:
+                    return  # other ranks would have to decide alike, and wait instead
                 self._gather(unit)
 
     def _release(self, unit: Unit) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,7 +23,26 @@ class StepScope:
     def __init__(self) -> None:
         self.is_open = False
         self.joins_norms = False  # a norm is taken over all ranks, who must all ask; else it is refused
+        self.under_way: Callable[[], None] | None = None  # waits for copies and updates of states that are not over
+        self.parked: tuple[str, ...] = ()  # the states whose memory is on the host for a while
         self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def look(self, local: Tensor) -> None:
+        """Before a piece is touched: an update of it ends; reading memory that is away would crash the process."""
+        if self.under_way is not None:
+            self.under_way()
+        if self.parked and local.numel() and not local.untyped_storage().nbytes():
+            self.refuse()
+
+    def need(self, *states: str) -> None:
+        """Raises where one of these states is parked; any, if none is named."""
+        if self.parked and (not states or set(states).intersection(self.parked)):
+            self.refuse()
+
+    def refuse(self) -> NoReturn:
+        raise RuntimeError(
+            f"{', '.join(self.parked)} of this model are parked in host memory: call zf.reload_states(model) first"
+        )
 
     def open(self, others: Iterable[Tensor]) -> None:
         """`others` belong to other ranks. Their gradients are empty here; without one, the optimizer skips them."""
@@ -70,6 +89,7 @@ class ShardSpec:
     step: StepScope
     is_replicated: bool = False  # every rank has it all
     loose: Loose | None = None
+    device: torch.device | None = None  # where the model is, if the piece is in another memory
 
     @cached_property
     def identity(self) -> torch.UntypedStorage:

@@ -41,12 +41,17 @@ class ShardedTensor(torch.Tensor):
     was_zeroed = False  # by zero_(): for a gradient, the same wish as setting it to None
     is_unreduced = False  # a gradient of which other ranks still hold local sums
     is_cleared = False  # stands for a gradient that is gone
+    is_used_up = False  # a gradient whose memory the step has taken for something else
+    known_norm: Tensor | None = None  # of a gradient, taken where it was made, until it is changed
     _whole: Tensor | None = None  # while it is shown
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardedTensor:
+        # Whoever asks a parameter where the model is, as users do before they move a batch there, gets the right answer
+        # wherever its piece is kept.
+        device = spec.device or local.device
         made = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+            cls, spec.shape, dtype=local.dtype, device=device, requires_grad=requires_grad
         )
         made._local, made._spec = local.detach(), spec
         return made
@@ -56,7 +61,20 @@ class ShardedTensor(torch.Tensor):
     @property
     def local(self) -> Tensor:
         """This rank's piece, in memory of the model's state: 1-D, possibly empty, or at its owner all of it."""
+        if self.is_used_up:
+            raise RuntimeError(_used_up(self))
+        local = self._local
+        self._spec.step.look(local)
+        return local
+
+    @property
+    def form(self) -> Tensor:
+        """This rank's piece, to ask for its size or its kind: nobody waits for its values, which may be changing."""
         return self._local
+
+    def move(self, local: Tensor) -> None:
+        """The same values are in other memory from now on."""
+        self._local = local.detach()
 
     @property
     def spec(self) -> ShardSpec:
@@ -99,9 +117,12 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(tensor._whole is not None for tensor in _sharded_in(args, kwargs)):
-            return _run_on_whole(func, args, kwargs)
-        return _run_on_pieces(func, args, kwargs)
+        is_shown = False
+        for tensor in _sharded_in(args, kwargs):
+            is_shown = is_shown or tensor._whole is not None
+            if tensor._spec.step.parked and not tensor.is_cleared:
+                tensor._spec.step.look(tensor._local)
+        return (_run_on_whole if is_shown else _run_on_pieces)(func, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self._whole is not None:
@@ -154,7 +175,7 @@ class ShardedTensor(torch.Tensor):
         first = self._spec.own[0]
         for box in self._boxes():
             if box.offsets == tuple(index.offset):
-                return self._local.view(-1)[box.start - first : box.stop - first].view(box.sizes)
+                return self.local.view(-1)[box.start - first : box.stop - first].view(box.sizes)
         raise ValueError(f"'{self._spec.name}': this rank has no block at {tuple(index.offset)}")
 
     def _boxes(self) -> list[Box]:
@@ -164,11 +185,15 @@ class ShardedTensor(torch.Tensor):
         """The whole tensor, on every rank; all ranks must call it (the same as `zf.full`)."""
         if self.is_unreduced:
             raise RuntimeError(_unreduced(self))
+        if self.is_used_up:
+            raise RuntimeError(_used_up(self))
+        # By what all ranks know: some may have an empty piece, which cannot be away, and would wait for the others.
+        self._spec.step.need(*(("parameters",) if isinstance(self, ShardedParameter) else ()))
         if self._spec.is_replicated:
-            return self._local.clone()
+            return self.local.to(self.device, copy=True)
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         flat, comm = whole.view(-1), self._spec.comm
-        flat[slice(*self._spec.own)] = self._local.reshape(-1)
+        flat[slice(*self._spec.own)] = self.local.reshape(-1)
         owners = [(rank, held) for rank, held in enumerate(self._spec.ranges) if held[1] > held[0]]
         handles = [comm.broadcast(flat[slice(*held)], rank, unit=self._spec.name) for rank, held in owners]
         for handle in handles:
@@ -242,6 +267,10 @@ class FaceGradient(ShardedTensor):
     @property
     def is_unreduced(self) -> bool:  # type: ignore[override]
         return self._original().is_unreduced
+
+    @property
+    def is_used_up(self) -> bool:  # type: ignore[override]
+        return self._original().is_used_up
 
 
 class _Kind(Enum):
@@ -327,6 +356,14 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise RuntimeError(_moved(first))  # Module.to and its kin, which go through parameters and gradients
     if rule.kind is _Kind.SAME_DATA:
         return ShardedTensor(first._local, first._spec)
+    if not first.is_cleared:
+        first._spec.step.look(first._local)
+    if any(tensor.is_used_up for tensor in _sharded_in(args, kwargs)):
+        if not rule.zeroes:
+            raise RuntimeError(_used_up(first))
+        for tensor in _sharded_in(args, kwargs):  # its memory is no longer its own
+            tensor.was_zeroed = True
+        return args[0] if rule.returns_written else None
     if rule.draws and args[0] is first and first._spec.loose is not None:
         return _draw(func, first, args[1:], kwargs)
     if rule.summarises and args[0] is first and first._spec.loose is not None:
@@ -362,6 +399,7 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if isinstance(tensor, ShardedTensor):
             torch.autograd.graph.increment_version(tensor._local)
             tensor.was_zeroed |= rule.zeroes
+            tensor.known_norm = None
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
         first._spec.comm.all_reduce(args[1], unit="found_inf", op=dist.ReduceOp.MAX).wait()  # one verdict for all ranks
     if changed:
@@ -458,6 +496,13 @@ def _moved(parameter: ShardedTensor) -> str:
     return (
         f"'{parameter._spec.name}' is cut over ranks and cannot be moved or cast any more (.to, .half, .cuda, …): do "
         "so before zerofold sees the model, or after zf.close(model). A copy in another dtype: p.detach().to(dtype)"
+    )
+
+
+def _used_up(tensor: ShardedTensor) -> str:
+    return (
+        f"the gradient of '{tensor.spec.name}' was in host memory that the step has used for the new parameter: read "
+        "it before optimizer.step(), and clear it with zero_grad() after"
     )
 
 

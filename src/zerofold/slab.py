@@ -6,12 +6,17 @@ storage  | p0 | p1     | p2 |                   always there                only
 shard         |-- own --|                       a view of the storage       memory of its own, copied in to gather
 
 Where the optimizer changes another dtype than forward computes in, the shard is the master: memory of its own in
-every case, cast straight into its slice of the storage.
+every case, cast straight into its slice of the storage. So it is where the shard is kept in another memory than the
+device's; then what forward computes with may have a home of its own as well:
+
+parameters on the device    the storage stays, or where parameters are cut this rank's piece of it
+elsewhere                   this rank's piece, in the memory that a gradient of the same size takes after backward
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 from weakref import ref
@@ -22,13 +27,16 @@ from torch import Tensor, nn
 from zerofold.comm import Comm, Handle
 from zerofold.cutting import regain
 from zerofold.gradients import FaceGradients, Gradients, WholeGradients
+from zerofold.gradients_away import AwayGradients
 from zerofold.groups import Groups
 from zerofold.layout import FlatLayout
-from zerofold.memory import FlatStorage, StorageCache
-from zerofold.placement import Row
+from zerofold.memory import Done, FlatStorage, StorageCache, TierMemory, Transfers
+from zerofold.placement import Row, Tier, Tiers
 from zerofold.precision import Dtypes, Precision
 from zerofold.shard_spec import ShardSpec, StepScope
 from zerofold.sharded import ShardedParameter
+
+_BROUGHT_AT_ONCE = 2**24  # elements of a master, on their way to be cast on the device
 
 
 class Source(Protocol):
@@ -75,7 +83,22 @@ class Home(NamedTuple):
     cache: StorageCache
     step: StepScope
     precision: Precision
+    memory: TierMemory
+    transfers: Transfers
+    tiers: Mapping[str, Tiers]  # by unit
+    adds_up: bool = False  # a step is made of several backwards
     engine: EngineLink | None = None
+
+
+class Update(Protocol):
+    """New values for a slab that are still being computed, elsewhere."""
+
+    @property
+    def is_near(self) -> bool:
+        """Whether `wait` would return without keeping the host."""
+
+    def wait(self) -> None:
+        """Returns when the current stream may use the new values."""
 
 
 def dtypes_of(entry: Entry) -> Dtypes:
@@ -98,7 +121,7 @@ class Slab:
     (`filling`), and where parameters are cut no rank ever has memory for the whole.
     """
 
-    shard: Tensor
+    _shard: Tensor
     faces: list[Tensor]
     gradients: Gradients
 
@@ -114,8 +137,14 @@ class Slab:
         self.storage = FlatStorage(self.layout.size, self.dtypes.compute, home.device, home.cache)
         self._storage_id = self.storage.tensor.untyped_storage()._cdata
         self._views = [self._view_of(self.storage.tensor, index) for index in range(len(entries))]  # outlive its memory
-        # With one rank and one dtype the shard is all there is: it stays in the storage, nothing has to be gathered.
-        self.has_own_shard = self.dtypes.has_master or (home.row.parameters.is_cut and self.comm.size > 1)
+        self.tiers = home.tiers.get(unit, Tiers())
+        # With one rank, one dtype and one tier the shard is all there is: in the storage, nothing has to be gathered.
+        self.has_own_shard = (
+            self.dtypes.has_master or self.is_away or (home.row.parameters.is_cut and self.comm.size > 1)
+        )
+        self.resident: Tensor | None = None  # this rank's piece of what forward computes with, in its own home
+        self.moments: dict[str, Tensor] = {}  # the memory of the optimizer's states, where that is not the device's
+        self.update: Update | None = None  # of the shard, under way
         copies = home.groups.copy
         self.copy = GroupCopy(self.storage, copies) if copies is not None and self.has_own_shard else None
         self.is_read = all(entry.source is not None for entry in entries)
@@ -142,6 +171,30 @@ class Slab:
         self.note_versions()
 
     @property
+    def shard(self) -> Tensor:
+        """This rank's range of the master; an update of it that is under way ends first."""
+        self.home.step.look(self._shard)
+        return self._shard
+
+    @property
+    def master(self) -> Tensor:
+        """The same, for the update itself: it does not wait for itself."""
+        return self._shard
+
+    @property
+    def version(self) -> int:
+        return self._shard._version
+
+    @property
+    def tier(self) -> Tier:
+        """Where the shard is kept."""
+        return self.tiers.optimizer if self.requires_grad else self.tiers.parameters
+
+    @property
+    def is_away(self) -> bool:
+        return self.tier is not Tier.DEVICE
+
+    @property
     def values(self) -> Tensor:
         """What the whole parameters are views of."""
         return self.storage.tensor if self._masters is None else self._masters
@@ -150,43 +203,82 @@ class Slab:
         """Every rank starts from rank 0's values, as under DDP; or from zeros, where it is going to read its own."""
         row, flat = self.home.row, self.values
         if self.is_read and self.has_own_shard:
-            size = self.layout.shard_size(self.place)
-            self.shard = torch.zeros(size, dtype=self.dtypes.master, device=self.home.device)
+            self._shard = self._home_of_shard()
         elif self.is_read:
-            self.shard = self.own_slice(flat.data)
+            self._shard = self.own_slice(flat.data)
         elif row.parameters.is_cut and self.comm.size > 1:
-            self.shard = torch.empty(self.layout.shard_size(self.place), dtype=flat.dtype, device=flat.device)
+            self._shard = torch.empty(self.layout.shard_size(self.place), dtype=flat.dtype, device=flat.device)
             self._deal_out(flat)
         else:
             self.home.groups.everyone.broadcast(flat, 0, unit=self.unit).wait()
             # `.data` has a version counter of its own: gathering into the storage is not a change of the shard.
-            self.shard = self.own_slice(flat.data)
+            self._shard = self.own_slice(flat.data)
             if self.dtypes.has_master:
-                self.shard = self.shard.clone() if self.layout.world > 1 else self.shard
+                self._shard = self._shard.clone() if self.layout.world > 1 and not self.is_away else self._shard
                 self.storage.allocate()
                 self.storage.tensor.copy_(flat)
+        if self.is_away and not self.is_read:
+            self._shard = self._home_of_shard().copy_(self._shard)
         self.hide_masters()
+        if self.has_resident:
+            tier = self.tiers.parameters
+            self.resident = self._take(tier, self.dtypes.compute, "parameters").copy_(self._shard)
         self.faces = list(self.parameters)
-        has_faces = row.optimizer.is_cut or self.home.precision.is_mixed or self.home.precision.needs_one_pass
+        mixed = self.home.precision.is_mixed or self.home.precision.needs_one_pass
+        has_faces = row.optimizer.is_cut or mixed or self.tiers.is_offloaded
         if has_faces and (self.requires_grad or row.parameters.is_cut):
             self.faces = [self._face(index) for index in range(len(self.entries))]
         for tensor in (*self.parameters, *self.faces):
             tensor._engine = self.home.engine  # type: ignore[attr-defined]  # for whoever has the parameter alone
         self.gradients = self._gradients()
-        self._gathered_version = self._written_version = self._shown_version = self.shard._version
+        self._gathered_version = self._written_version = self._shown_version = self._resident_version = self.version
+
+    @property
+    def has_resident(self) -> bool:
+        """Whether what forward computes with has memory of its own between uses, apart from a storage that stays.
+
+        On the host only where the gradient of one backward takes the same place: otherwise it would be two bytes a
+        parameter more than the masters, from which it can be made.
+        """
+        if not self.is_away or self.is_kept or not self.requires_grad:
+            return False
+        if not self.dtypes.has_master and self.tiers.parameters is self.tier:
+            return False
+        return self.tiers.parameters is not Tier.HOST or self.gradient_dtype.itemsize == self.dtypes.compute.itemsize
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which a gradient waits for the update: alone, the gradient of a single backward stays as it was made."""
+        alone = self.comm.size == 1 and self.home.groups.across is None
+        stays = alone and not self.home.adds_up and self.dtypes.compute is not torch.float16
+        return self.dtypes.compute if stays else self.dtypes.accumulation
+
+    def _home_of_shard(self) -> Tensor:
+        state = "optimizer" if self.requires_grad else "parameters"
+        return self._take(self.tier, self.dtypes.master, state)
+
+    def _take(self, tier: Tier, dtype: torch.dtype, state: str) -> Tensor:
+        size = self.layout.shard_size(self.place)
+        return self.home.memory.take(tier, size, dtype, state, self.unit or "root")
+
+    def moment(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The memory of one state of the optimizer, for the whole shard; zeros at first."""
+        if name not in self.moments:
+            self.moments[name] = self._take(self.tier, dtype, "optimizer")
+        return self.moments[name]
 
     def _deal_out(self, flat: Tensor) -> None:
         groups, bounds = self.home.groups, self.layout.bounds
         if not self.home.row.has_owners:
             pieces = list(flat.chunk(self.comm.size)) if self.comm.rank == 0 else None
-            self.comm.scatter(self.shard, pieces, 0, unit=self.unit).wait()
+            self.comm.scatter(self._shard, pieces, 0, unit=self.unit).wait()
         else:  # shards of different lengths
             self.comm.broadcast(flat, 0, unit=self.unit).wait()
-            self.shard.copy_(flat[bounds[self.comm.rank] : bounds[self.comm.rank + 1]])
+            self._shard.copy_(flat[bounds[self.comm.rank] : bounds[self.comm.rank + 1]])
         if groups.across is not None:  # each group has dealt out its own first rank's values
-            groups.across.broadcast(self.shard, 0, unit=self.unit).wait()
+            groups.across.broadcast(self._shard, 0, unit=self.unit).wait()
 
-    def start_gather(self, *, masters: bool = False) -> Handle | None:
+    def start_gather(self, *, masters: bool = False) -> Handle | Done | None:
         """Completes the storage; with `masters`, a whole copy of the masters which the parameters then show."""
         self.check_unchanged()
         if self.is_stale:
@@ -194,22 +286,64 @@ class Slab:
             torch.autograd.graph.increment_version(self.parameters)
             self.note_versions()
         if masters and self.dtypes.has_master:
-            self._shown_version = self.shard._version
+            self._shown_version = self.version
             self._show_masters()
             self.own_slice(self.values).copy_(self.shard)
         else:
-            self._gathered_version = self.shard._version
+            self._gathered_version = self.version
             self.hide_masters()
             self.storage.allocate()
-            if self.copy is not None and self.copy.version == self.shard._version:
+            if self.copy is not None and self.copy.version == self.version:
                 return self.copy.start_gather(unit=self.unit)
-            if self.has_own_shard and not (self.is_kept and self._written_version == self.shard._version):
-                self.own_slice(self.values).copy_(self.shard)
+            if self.is_away:
+                return self._fetch()
+            if self.has_own_shard and not (self.is_kept and self._written_version == self.version):
+                self.own_slice(self.values).copy_(self._shard)
+        return self._gather_from_all()
+
+    def _gather_from_all(self) -> Handle | None:
         return self.comm.all_gather(self.values, self.layout.bounds, unit=self.unit) if self.layout.world > 1 else None
+
+    def _fetch(self) -> Handle | Done:
+        """Brings this rank's values to the device, beside what that is computing, and then the other ranks'."""
+        transfers = self.home.transfers
+        with transfers.up():
+            is_written = self.is_kept and self._written_version == self.version
+            if not is_written and self.tier is Tier.NVME and (self.resident is None or self._resident_is_lent):
+                self.home.step.look(self._shard)  # a unit can be used before its states are back in the file
+            if self.update is not None:
+                self.update.wait()
+                self.update = None
+            if not is_written:
+                self._bring(self.own_slice(self.values))
+            return self._gather_from_all() or transfers.done()
+
+    def _bring(self, target: Tensor) -> None:
+        source = self._shard if self.resident is None or self._resident_is_lent else self.resident
+        if source is self.resident and (self._resident_version != self.version or self._spoiled):
+            source.copy_(self._shard)  # the last step was skipped, or somebody else than the update changed the master
+            self._resident_version = self.version
+            self._spoiled.clear()
+        if source.dtype is target.dtype or source.device == target.device:
+            target.copy_(source, non_blocking=True)
+            return
+        for part, some in zip(target.split(_BROUGHT_AT_ONCE), source.split(_BROUGHT_AT_ONCE), strict=True):
+            part.copy_(some.to(target.device, non_blocking=True))  # cast where that is fast
+
+    @property
+    def _resident_is_lent(self) -> bool:
+        """A gradient is in its place."""
+        return isinstance(self.gradients, AwayGradients) and self.gradients.is_in_place_of_parameters
+
+    @property
+    def _spoiled(self) -> set[int]:
+        return self.gradients.spoiled if isinstance(self.gradients, AwayGradients) else set()
 
     @property
     def is_kept(self) -> bool:
         """The storage lives on between uses."""
+        if self.is_away and self.tiers.parameters is Tier.DEVICE and self.comm.size == 1:
+            return True
         return not self.home.row.parameters.is_cut and self.comm.size > 1
 
     def kept_view(self, index: int) -> Tensor:
@@ -223,10 +357,19 @@ class Slab:
         piece = self.layout.pieces(self.place)[index]
         return self.own_slice(self.storage.tensor)[piece.shard_start : piece.shard_stop]
 
+    @property
+    def copy_of_shard(self) -> Tensor | None:
+        """What an update writes beside the shard so that nobody has to make it from the shard later."""
+        if self.is_kept and self.has_own_shard:
+            return self.own_slice(self.storage.tensor)
+        return self.resident
+
     def written(self, version_before: int) -> None:
-        """An update has changed the shard, and has written its slice of the storage as well."""
+        """An update has changed the shard, and has written (or will have, by its end) its copy as well."""
         if version_before in (self._gathered_version, self._written_version):  # the rest of the slice was up to date
-            self._written_version = self.shard._version
+            self._written_version = self.version
+        if version_before == self._resident_version:
+            self._resident_version = self.version
 
     def _show_masters(self) -> None:
         if self._masters is None:
@@ -255,14 +398,15 @@ class Slab:
 
     def check_unchanged(self) -> None:
         """16-bit parameters are made from their masters, so what somebody writes into them would be lost."""
-        if not self.dtypes.has_master or self.shows_masters:
+        if self.shows_masters or not (self.dtypes.has_master or (self.is_away and self.is_kept)):
             return
         for entry, version in zip(self.entries, self._versions, strict=True):
             if entry.parameter._version != version:
                 self.discard_changes()
+                which = "a 16-bit copy of its fp32" if self.dtypes.has_master else f"a copy of its {self.tier.value}"
                 raise RuntimeError(
-                    f"parameter '{entry.name}' was changed in place, but it is a 16-bit copy of its fp32 master and "
-                    "will be made anew from it: load or change weights inside `with zf.full_params(model)`"
+                    f"parameter '{entry.name}' was changed in place, but it is {which} master and will be made anew "
+                    "from it: load or change weights inside `with zf.full_params(model)`"
                 )
 
     def discard_changes(self) -> None:
@@ -279,11 +423,11 @@ class Slab:
     @property
     def is_stale(self) -> bool:
         """Somebody changed the shard since it was last gathered: an optimizer, or the user by hand."""
-        return self.shard._version != (self._shown_version if self.shows_masters else self._gathered_version)
+        return self.version != (self._shown_version if self.shows_masters else self._gathered_version)
 
     def mark_changed(self) -> None:
         """Another rank has changed its shard. Whether to gather must be decided alike on all ranks."""
-        torch.autograd.graph.increment_version(self.shard)
+        torch.autograd.graph.increment_version(self._shard)
 
     def own_slice(self, flat: Tensor) -> Tensor:
         return flat[self.layout.bounds[self.place] : self.layout.bounds[self.place + 1]]
@@ -313,9 +457,10 @@ class Slab:
             has_owner=self.home.row.has_owners,
             step=self.home.step,
             is_replicated=is_replicated,
+            device=self.home.device if self.is_away else None,
         )
         piece = pieces[self.comm.rank]
-        local = spec.shaped(self.shard[piece.shard_start : piece.shard_stop])
+        local = spec.shaped(self._shard[piece.shard_start : piece.shard_stop])
         face = ShardedParameter(local, spec, requires_grad=entry.parameter.requires_grad)
         if entry.face is None:
             entry.face = face
@@ -329,7 +474,22 @@ class Slab:
         faces = [face for face in self.faces if isinstance(face, ShardedParameter)]
         if not faces:
             return WholeGradients(self.parameters, self.layout)
-        return FaceGradients(self.parameters, faces, self.layout, self.dtypes)
+        if self.tiers.gradients is Tier.DEVICE or not self.requires_grad:
+            return FaceGradients(self.parameters, faces, self.layout, self.dtypes)
+        shares = self.tiers.gradients is self.tiers.parameters is Tier.HOST and self.resident is not None
+        dtype = self.gradient_dtype
+        room = self.resident if shares else self._take(self.tiers.gradients, dtype, "gradients")
+        assert room is not None
+        return AwayGradients(
+            self.parameters,
+            faces,
+            self.layout,
+            self.dtypes,
+            room.view(dtype),
+            self.home.transfers,
+            in_place=shares,
+            more_room=lambda wide: self._take(self.tiers.gradients, wide, "gradients"),
+        )
 
 
 class GroupCopy:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zerofold.comm import Handle
 from zerofold.guard import guard, unguard
+from zerofold.memory import Done
 from zerofold.placement import Row
 from zerofold.sharded import ShardedParameter
 from zerofold.slab import Entry, Slab
@@ -39,7 +40,7 @@ class Unit:
         self._refusals: dict[str, Callable[[], None]] = {}
         self._state = State.READY
         self.shows_masters = False  # in place of what forward computes with
-        self._handles: list[Handle] = []
+        self._handles: list[Handle | Done] = []
         if self.releases:
             self.release()
 
@@ -55,8 +56,9 @@ class Unit:
     def _look_at_slabs(self) -> None:
         self.has_masters = any(slab.dtypes.has_master for slab in self.slabs)
         # Whether its parameters go after use. Alone, a rank can make them anew from its masters: they need not stay.
-        self.releases = self.is_cut or any(slab.dtypes.has_master and slab.comm.size == 1 for slab in self.slabs)
-        released = [slab for slab in self.slabs if slab.has_own_shard] if self.releases else []
+        comes_back = [slab for slab in self.slabs if slab.dtypes.has_master and slab.comm.size == 1]
+        self.releases = self.is_cut or any(not slab.is_kept for slab in comes_back)
+        released = [slab for slab in self.slabs if slab.has_own_shard and not slab.is_kept] if self.releases else []
         self.full_nbytes = sum(slab.storage.full_nbytes for slab in released)  # what gathering it takes
 
     @property
@@ -66,6 +68,15 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         return any(slab.is_stale for slab in self.slabs)
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether gathering it would not keep the host waiting for an update."""
+        return all(slab.update is None or slab.update.is_near for slab in self.slabs)
+
+    def fetch_when_touched(self) -> None:
+        """Whole parameters are being updated elsewhere: who reads one before its unit runs waits for them."""
+        self._guard(self._touched)
 
     def gather(self, *, masters: bool = False) -> None:
         """Starts to complete the storage from all ranks' shards; `wait` ends it."""
@@ -103,7 +114,7 @@ class Unit:
                     face.requires_grad_(entry.parameter.requires_grad)
                 _put(entry, face, instead_of=entry.parameter)
             slab.hide_masters()
-            if slab.has_own_shard:
+            if slab.has_own_shard and not slab.is_kept:
                 slab.storage.free()
         self.shows_masters = False
         self._guard(None if self.is_cut else self._touched)

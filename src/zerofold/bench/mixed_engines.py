@@ -7,9 +7,8 @@ Each gets the same model in bf16 and clips the gradient norm at the same value. 
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerofold.bench.deepspeed_ops import build_op
 from zerofold.bench.engines import BETAS, WEIGHT_DECAY, Engine, Step, deepspeed_step, plain_step
 from zerofold.bench.gpt import GPT, Block
 
@@ -24,7 +24,7 @@ LEARNING_RATE = 1e-4
 CLIP = 1.0
 
 
-def _adamw(parameters: Iterable[Tensor], **kernel: bool) -> torch.optim.AdamW:
+def make_adamw(parameters: Iterable[Tensor], **kernel: bool) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, **kernel)
 
 
@@ -32,7 +32,7 @@ def plain(model: GPT, *, batch: int, device: torch.device) -> Step:
     """Plain PyTorch without communication: masters beside the model, cast there and back."""
     parameters: list[Tensor] = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
-    optimizer = _adamw(masters, fused=True)
+    optimizer = make_adamw(masters, fused=True)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
@@ -61,7 +61,7 @@ def fsdp2(model: GPT, *, batch: int, device: torch.device) -> Step:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    optimizer = _adamw(model.parameters(), fused=True)
+    optimizer = make_adamw(model.parameters(), fused=True)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
@@ -83,7 +83,7 @@ def deepspeed(model: GPT, *, batch: int, device: torch.device, stage: int) -> St
         "eps": 1e-8,
         "weight_decay": WEIGHT_DECAY,
     }
-    if not _own_adam_works(device):
+    if _why_not_own_adam(device) is not None:
         settings |= {"torch_adam": True, "fused": True}
     config = {
         "train_micro_batch_size_per_gpu": batch,
@@ -98,28 +98,20 @@ def deepspeed(model: GPT, *, batch: int, device: torch.device, stage: int) -> St
     return deepspeed_step(library, model, config)
 
 
-@cache
-def _own_adam_works(device: torch.device) -> bool:
-    """Whether DeepSpeed's own GPU kernel can be compiled here. One try: a failure may take a minute."""
-    if device.type != "cuda":
-        return False
-    # For this GPU alone: the list that DeepSpeed makes up can name architectures that the compiler has dropped.
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability(device)))
-    try:
-        importlib.import_module("deepspeed.ops.op_builder").FusedAdamBuilder().load()
-    except Exception:  # no compiler, another CUDA version, a compile error: all mean torch's kernel
-        return False
-    return True
+def _why_not_own_adam(device: torch.device) -> str | None:
+    """None where DeepSpeed's own GPU kernel can be used."""
+    return build_op("FusedAdamBuilder") if device.type == "cuda" else "its own is for GPUs"
 
 
 def _which_adam(device: torch.device) -> str:
-    return f"updates with {'its own FusedAdam' if _own_adam_works(device) else 'fused AdamW of torch'}"
+    why_not = _why_not_own_adam(device)
+    return "updates with its own FusedAdam" if why_not is None else f"updates with fused AdamW of torch: {why_not}"
 
 
 def zerofold(model: GPT, *, batch: int, device: torch.device, stage: int) -> Step:
     library: Any = importlib.import_module("zerofold")
     sharded, optimizer = library.prepare(
-        model, _adamw(model.parameters()), stage=stage, precision="bf16", units=Block, clip=CLIP
+        model, make_adamw(model.parameters()), stage=stage, precision="bf16", units=Block, clip=CLIP
     )
     return plain_step(sharded, optimizer)
 

@@ -7,13 +7,11 @@ the other end closes, so nothing outlives the driver.
 from __future__ import annotations
 
 import importlib
-import resource
 import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import psutil
 import torch
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from zerofold.bench.engines import ENGINES
 from zerofold.bench.gpt import GPT, GPTSize, RandomTokens
 from zerofold.bench.mixed_engines import MIXED_ENGINES
+from zerofold.memory.host import peak_resident
 
 # torch imports it with the first optimizer: tens of MiB which would look like the engine's own.
 LAZY_IMPORTS = ("torch._dynamo",)
@@ -82,21 +81,6 @@ class Failure:
     reason: str
 
 
-def peak_resident_bytes() -> int:
-    """The highest resident memory of this process.
-
-    Linux carries ru_maxrss over from the parent through fork and exec, so a large driver would show up as the
-    peak of every rank; VmHWM belongs to this process image alone.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 class Rank:
     """The engine of this process, and how far in the data it is."""
 
@@ -152,7 +136,7 @@ class Rank:
         return TurnResult(
             seconds=seconds,
             losses=losses,
-            peak_bytes=peak_resident_bytes(),
+            peak_bytes=peak_resident(),
             device_peak_bytes=torch.cuda.max_memory_allocated() if on_cuda else None,
         )
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zerofold.access import last_step, no_sync
 from zerofold.compat.computed_weights import show_computed_weights
 from zerofold.compat.engine_checkpoints import Checkpoints
+from zerofold.compat.engine_parking import ParksStates
 from zerofold.compat.engine_queries import Queries
 from zerofold.compat.reporting import Reporter
 from zerofold.config import Settings
@@ -29,7 +30,7 @@ from zerofold.engine import Engine
 from zerofold.prepare import close
 
 
-class DeepSpeedEngine(Queries, Checkpoints, nn.Module):
+class DeepSpeedEngine(Queries, Checkpoints, ParksStates, nn.Module):
     """What `zf.initialize` returns first; see there."""
 
     # Under way in this process. A loss may go through several engines, and the one that runs its backward has divided

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from zerofold.compat.fsdp_optimizers import follow_optimizers
-from zerofold.compat.fsdp_options import HELD, check_nothing_is_ignored, check_offload, move, precision_of_policy
+from zerofold.compat.fsdp_options import HELD, check_nothing_is_ignored, move, offload_of, precision_of_policy
 from zerofold.compat.fsdp_policies import NEVER_CALLED
 from zerofold.compat.fsdp_wishes import cast_inputs, give_face, kept_in_fp32, refuse_call_from_outside, shown, take_face
 from zerofold.engine import Engine
@@ -33,6 +33,7 @@ class _Wish:
     mesh: DeviceMesh | None
     reshard_after_forward: bool | None
     policy: MixedPrecisionPolicy
+    offload: OffloadPolicy
     around: ref[nn.Module] | None = None  # the outermost module that was marked around it
     root: ref[nn.Module] | None = None  # the same, once it is sharded or being sharded
     bound: int = 0  # of the outermost: gathered bytes where parameters are released after forward
@@ -60,7 +61,8 @@ def fully_shard(
                            model has one
     reshard_after_forward  False for all blocks keeps parameters gathered until backward. A number is refused
     mp_policy              the model's counts for all; a block may stay in fp32. Weights are fp32 masters
-    offload_policy         parameters in host memory beside an accelerator are still to come
+    offload_policy         CPUOffloadPolicy: parameters, gradients and optimizer states of the whole model are in host
+                           memory
     shard_placement_fn, ignored_params
                            refused: parameters are cut in flat ranges, all of them
 
@@ -89,11 +91,10 @@ def fully_shard(
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
     for each in modules:
         _check(each)
-        device = move(each, _device_of(mesh))
-        check_offload(offload_policy, device)
+        move(each, _device_of(mesh))
         give_face(each, FSDPModule)
         # Beside nn.Module's own attributes, so that nothing of it shows.
-        object.__setattr__(each, "_fsdp_wish", _Wish(mesh, reshard_after_forward, mp_policy))
+        object.__setattr__(each, "_fsdp_wish", _Wish(mesh, reshard_after_forward, mp_policy, offload_policy))
         for inner in each.modules():
             if isinstance(inner, FSDPModule) and inner is not each:
                 inner._fsdp_wish.around = ref(each)
@@ -278,16 +279,18 @@ def _shard(model: nn.Module) -> None:
             "fully_shard: reshard_after_forward=False is given for some blocks only: all are released after forward",
             stacklevel=4,
         )
+    stage = 3 if own.mesh is None or own.mesh.ndim == 1 else "hsdp"
     try:
         for each in marked:
             each._fsdp_wish.root = ref(model)
         shard(
             model,
-            stage=3 if own.mesh is None or own.mesh.ndim == 1 else "hsdp",
+            stage=stage,
             units=lambda name, module: module in units,
             precision=precision_of_policy(own.policy, kept_in_fp32(kept)),
             mesh=own.mesh,
             device=_device_of(own.mesh),
+            offload=offload_of((each._fsdp_wish.offload for each in marked), stage),
         )
     except Exception:
         for each in marked:

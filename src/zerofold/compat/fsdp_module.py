@@ -20,9 +20,9 @@ from zerofold.compat.fsdp_calls import FSDPCalls, FSDPUnit
 from zerofold.compat.fsdp_optimizers import follow_optimizers
 from zerofold.compat.fsdp_options import (
     check_nothing_is_ignored,
-    check_offload,
     mesh_of,
     move,
+    offload_of,
     precision_of,
     sharding_of,
 )
@@ -56,7 +56,7 @@ class FullyShardedDataParallel(FSDPCalls, nn.Module, metaclass=_Kind):
     use_orig_params      always: parameters keep their names and shapes
     backward_prefetch, forward_prefetch, limit_all_gathers
                          nothing to set: the order is learned, and gathering ahead is bounded in bytes
-    cpu_offload          of parameters beside an accelerator is still to come
+    cpu_offload          parameters, gradients and optimizer states of the whole model are in host memory
     ignored_modules, ignored_states
                          refused: all of the module is sharded
 
@@ -102,6 +102,7 @@ class FullyShardedDataParallel(FSDPCalls, nn.Module, metaclass=_Kind):
         self._fsdp_options: dict[str, Any] = {
             "sharding_strategy": sharding_strategy,
             "mixed_precision": mixed_precision,
+            "cpu_offload": cpu_offload,
         }
         self._sharding, self._init = sharding_of(sharding_strategy), param_init_fn
         _unwrap(module)
@@ -113,7 +114,6 @@ class FullyShardedDataParallel(FSDPCalls, nn.Module, metaclass=_Kind):
         self._precision = precision_of(mixed_precision, module)
         self._kept = self._look_at_units()
         self._device = move(module, device_id)
-        check_offload(cpu_offload, self._device)
         self._mesh = mesh_of(sharding_strategy, process_group, device_mesh, self._device)
         self._settings = settings_of(StateDictType.FULL_STATE_DICT)
         self.register_load_state_dict_pre_hook(_before_load)
@@ -167,7 +167,7 @@ class FullyShardedDataParallel(FSDPCalls, nn.Module, metaclass=_Kind):
         self._is_sharded = True
 
     def _shard_now(self) -> None:
-        precision, units = self._precision, self._units
+        precision, units, own = self._precision, self._units, self._fsdp_options["cpu_offload"]
         if precision is not None and self._kept:
             precision = replace(precision, keep=[*(precision.keep or ()), *kept_in_fp32(self._kept)])
         shard(
@@ -179,6 +179,7 @@ class FullyShardedDataParallel(FSDPCalls, nn.Module, metaclass=_Kind):
             init=self._init,
             device=self._device if self._device.type != "cpu" else None,
             live_bytes=self._sharding.live_bytes,
+            offload=offload_of([own, *(unit._fsdp_options["cpu_offload"] for unit in units)], self._sharding.stage),
         )
         engine = Engine.of(self.module)
         follow_optimizers(engine)

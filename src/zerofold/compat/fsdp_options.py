@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 
 from zerofold.loss_scale import LossScale
+from zerofold.placement import row
 from zerofold.precision import Keep, Precision
 
 HELD = 2**62
@@ -140,14 +141,19 @@ def _precision(parameters: torch.dtype | None, reduction: torch.dtype | None, **
     return Precision(parameters=parameters, reduction=reduction, loss_scale=scale, **others)
 
 
-def check_offload(given: Any, device: torch.device) -> None:
-    """Parameters kept in host memory: on the CPU they are there anyway."""
-    wants_host = isinstance(given, CPUOffloadPolicy) or bool(getattr(given, "offload_params", False))
-    if wants_host and device.type != "cpu":
-        raise NotImplementedError(
-            f"{type(given).__name__}: parameters in host memory beside a model on {device} are still to come; leave it "
-            "out, or use FULL_SHARD over more ranks"
-        )
+def offload_of(given: Iterable[Any], stage: int | str) -> dict[str, str] | None:
+    """As offload= of zf.shard takes it, from the CPUOffload or OffloadPolicy of each module: with one that asks for it,
+    all states go to host memory. Parameters that stay whole stay on the device.
+
+    >>> offload_of([CPUOffloadPolicy()], 3), offload_of([None], 3)
+    ({'optimizer': 'host', 'parameters': 'host'}, None)
+    """
+    asks = {isinstance(each, CPUOffloadPolicy) or bool(getattr(each, "offload_params", False)) for each in given}
+    if True not in asks:
+        return None
+    if False in asks:
+        warnings.warn("offload to the CPU was asked for some modules only: all of the model goes there", stacklevel=5)
+    return {"optimizer": "host"} | ({"parameters": "host"} if row(stage).parameters.is_cut else {})
 
 
 def check_nothing_is_ignored(**given: Iterable[Any] | None) -> None:

@@ -9,7 +9,6 @@ from zerofold.config.settings import (
     Component,
     FileMonitor,
     FlopsProfiler,
-    Offload,
     Settings,
     WandbMonitor,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "FileMonitor",
     "FlopsProfiler",
     "Note",
-    "Offload",
     "Settings",
     "WandbMonitor",
     "read",

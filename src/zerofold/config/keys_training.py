@@ -11,7 +11,7 @@ from zerofold.config.keys_precision import PRECISION
 from zerofold.config.keys_zero import ZERO
 from zerofold.config.kinds import FLAG, MAPPING, REAL, TEXT, choice, number, whole
 
-_NVME = "offload to NVMe is still to come; no effect"
+_DISK = "zerofold reads and writes the disk without libaio, in blocks and threads of its own choice"
 _OWN_CHECKPOINTS = "zerofold writes its own checkpoints, one file per rank, each checked and renamed when whole"
 _CHECKPOINTING = "zf.checkpoint is still to come; kept, no effect yet"
 _TENSOR_PARALLEL = "tensor parallelism is still to come; use data parallelism alone"
@@ -138,13 +138,13 @@ OTHER_PARALLELISM: dict[str, Spec] = {
 MACHINE: dict[str, Spec] = {
     "aio": Section(
         {
-            "block_size": mapped(whole(1), _NVME, 1_048_576, auto=True),
-            "queue_depth": mapped(whole(1), _NVME, 8, auto=True),
-            "intra_op_parallelism": mapped(whole(1), _NVME, 1, auto=True),
-            "thread_count": mapped(whole(1), _NVME, 1, auto=True),
-            "single_submit": mapped(FLAG, _NVME, False, auto=True),
-            "overlap_events": mapped(FLAG, _NVME, True, auto=True),
-            "use_gds": mapped(FLAG, _NVME, False),
+            "block_size": mapped(whole(1), _DISK, 1_048_576, auto=True),
+            "queue_depth": mapped(whole(1), _DISK, 8, auto=True),
+            "intra_op_parallelism": mapped(whole(1), _DISK, 1, auto=True),
+            "thread_count": mapped(whole(1), _DISK, 1, auto=True),
+            "single_submit": mapped(FLAG, _DISK, False, auto=True),
+            "overlap_events": mapped(FLAG, _DISK, True, auto=True),
+            "use_gds": mapped(FLAG, _DISK, False),
         },
         example='{"queue_depth": 8}',
     ),

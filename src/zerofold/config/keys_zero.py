@@ -13,15 +13,13 @@ _LIVE = "gathers one unit ahead under a bound in bytes; set live_bytes= of zf.sh
 _LAYOUT = "each unit lies in one flat space, so there is nothing to choose"
 _EVERY = "every stage does it in one way, the one with the fewest bytes on the wire"
 _CHECKED = "what could go wrong is always checked"
-_NVME = "offload to NVMe is still to come"
+_DISK = "reads, update and writes always overlap, in large blocks over a ring of buffers of zerofold's own size"
+_BOUNDED = "parameters on the disk take host memory for the blocks under way alone"
 _QUANTISED = (
     "zerofold sends values as they are; set communication_data_type to bf16 (half the bytes of gradients), or "
     "zero_hpz_partition_size (parameters gathered inside a node)"
 )
-_HOST = "offload to the host chooses its own buffers"
-_ALWAYS_OFFLOADED = (
-    "all of a state is offloaded, or none of it; a part of it is still to come. Leave it out, or make it 1.0"
-)
+_PINNED = "host memory beside an accelerator is always pinned, at the size that is needed"
 
 OFFLOAD_DEVICE = choice("cpu", "nvme", "none")
 
@@ -38,10 +36,10 @@ OFFLOAD_PARAM = Section(
     {
         "device": honoured(OFFLOAD_DEVICE, "none"),
         "nvme_path": honoured(TEXT),
-        "buffer_count": mapped(whole(), _NVME, 5),
-        "buffer_size": mapped(whole(), _NVME, 100_000_000, auto=True),
-        "max_in_cpu": mapped(whole(), _NVME, 1_000_000_000, auto=True),
-        "pin_memory": mapped(FLAG, _HOST, True),
+        "buffer_count": mapped(whole(), _DISK, 5),
+        "buffer_size": mapped(whole(), _DISK, 100_000_000, auto=True),
+        "max_in_cpu": mapped(whole(), _BOUNDED, 1_000_000_000, auto=True),
+        "pin_memory": mapped(FLAG, _PINNED, True),
     },
     example='{"device": "cpu"}',
 )
@@ -50,15 +48,20 @@ OFFLOAD_OPTIMIZER = Section(
     {
         "device": honoured(OFFLOAD_DEVICE, "none"),
         "nvme_path": honoured(TEXT),
-        "buffer_count": mapped(whole(), _NVME, 4),
-        "pin_memory": mapped(FLAG, _HOST, True),
-        "pipeline": mapped(FLAG, _NVME, False, silent=(False,)),
-        "pipeline_read": mapped(FLAG, _NVME, False, silent=(False,)),
-        "pipeline_write": mapped(FLAG, _NVME, False, silent=(False,)),
-        "fast_init": mapped(FLAG, _NVME, False, silent=(False,)),
-        "ratio": refused(_ALWAYS_OFFLOADED, off=lambda value: value is None or value == 1),
+        "buffer_count": mapped(whole(), _DISK, 4),
+        "pin_memory": mapped(FLAG, _PINNED, True),
+        "pipeline": mapped(FLAG, _DISK, False, silent=(False,)),
+        "pipeline_read": mapped(FLAG, _DISK, False, silent=(False,)),
+        "pipeline_write": mapped(FLAG, _DISK, False, silent=(False,)),
+        "fast_init": mapped(
+            FLAG,
+            "the file is made once, at its full size, and states are written to it as they come",
+            False,
+            silent=(False,),
+        ),
+        "ratio": honoured(number(0.0, most=1.0), 1.0),
         "super_offload": mapped(FLAG, "zerofold has one way to offload", False, silent=(False,)),
-        "cpuadam_cores_perc": mapped(number(0.0, most=1.0), "threads are torch's own, see OMP_NUM_THREADS", 0.8),
+        "cpuadam_cores_perc": mapped(number(0.0, most=1.0), "threads are chosen by measurement at the start", 0.8),
     },
     example='{"device": "cpu"}',
 )
@@ -131,7 +134,9 @@ ZERO = Section(
         "override_module_apply": mapped(FLAG, "Module.apply is left alone", True),
         "log_trace_cache_warnings": mapped(FLAG, "there is no trace: the order is learned", False, silent=(False,)),
         "enable_sanity_checks": mapped(FLAG, _CHECKED, False, silent=(False,)),
-        "save_muon_momentum_buffer_in_memory": mapped(FLAG, _NVME, False, silent=(False,)),
+        "save_muon_momentum_buffer_in_memory": mapped(
+            FLAG, "all states of an optimizer are in one memory", False, silent=(False,)
+        ),
         # Checkpoints.
         "load_from_fp32_weights": mapped(FLAG, "masters are loaded from fp32 where the checkpoint has it", True),
         "elastic_checkpoint": mapped(FLAG, "every checkpoint loads at any number of ranks", False, silent=(False,)),
@@ -141,7 +146,7 @@ ZERO = Section(
         "cpu_offload": Old("zero_optimization.offload_optimizer.device", FLAG, _to_host),
         "cpu_offload_param": Old("zero_optimization.offload_param.device", FLAG, _to_host),
         "cpu_offload_params": Old("zero_optimization.offload_param.device", FLAG, _to_host),
-        "cpu_offload_use_pin_memory": mapped(FLAG, _HOST, True),
+        "cpu_offload_use_pin_memory": mapped(FLAG, _PINNED, True),
         # What compresses.
         "zero_quantized_weights": refused(_QUANTISED),
         "zero_quantized_nontrainable_weights": refused(_QUANTISED),

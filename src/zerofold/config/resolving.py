@@ -57,7 +57,7 @@ def resolve(
     checked.notes[:0] = notes
     numbers = resolve_batch(checked, world=world, batch=batch)
     placed = resolve_stage(checked, world)
-    offload = resolve_offload(checked, device)
+    offload = resolve_offload(checked)
     optimizer = resolve_optimizer(checked)
     scheduler = resolve_scheduler(checked, optimizer, steps)
     precision = resolve_precision(checked, device=device, model=model, optimizer=optimizer)

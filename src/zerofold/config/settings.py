@@ -22,14 +22,6 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Offload:
-    """Where a state goes: "cpu" (the host's memory)."""
-
-    device: str
-    path: str | None = None
-
-
-@dataclass(frozen=True)
 class FileMonitor:
     """Numbers written to output_path/job_name; `kind` is "tensorboard" or "csv_monitor"."""
 
@@ -90,8 +82,8 @@ class Settings:
     clip: float | None
     optimizer: Component | None
     scheduler: Component | None
-    offload: Mapping[str, Offload]
-    """By state, "optimizer" and "parameters"; what is not there stays on the device."""
+    offload: Mapping[str, Any]
+    """As offload= of zf.shard takes it; empty where all states stay on the device."""
     buffer_bytes: int
     overlap: bool
     activation_checkpointing: Mapping[str, Any]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from zerofold.config.checking import Checked
-from zerofold.config.errors import ConfigError, wrong
-from zerofold.config.keys import Note
+from zerofold.config.errors import wrong
 from zerofold.config.keys_zero import DEFAULT_BUCKET
-from zerofold.config.settings import Offload
 from zerofold.placement import row
 
 _ZERO = "zero_optimization"
+_RATIO = f"{_ZERO}.offload_optimizer.ratio"
 _BUCKETS = (f"{_ZERO}.reduce_bucket_size", f"{_ZERO}.allgather_bucket_size")
 _ELEMENT_BYTES = 4
 LEAST_BUFFER_BYTES, MOST_BUFFER_BYTES = 2**20, 16 * 2**20
@@ -44,10 +42,9 @@ def resolve_stage(checked: Checked, world: int) -> Placed:
     return Placed(stage, None)
 
 
-def resolve_offload(checked: Checked, device: torch.device) -> dict[str, Offload]:
-    """By state. On the CPU the host's memory is where the states are; elsewhere they stay on the device for now."""
-    found = {}
-    placed = row(checked[f"{_ZERO}.stage"])
+def resolve_offload(checked: Checked) -> dict[str, Any]:
+    """What the two sections come to, as offload= of zf.shard takes it; empty where both say "none"."""
+    placed, found, paths = row(checked[f"{_ZERO}.stage"]), {}, {}
     for section, state, is_cut, stages in (
         ("offload_optimizer", "optimizer", placed.optimizer.is_cut, "1, 2 or 3"),
         ("offload_param", "parameters", placed.parameters.is_cut, "3"),
@@ -59,23 +56,36 @@ def resolve_offload(checked: Checked, device: torch.device) -> dict[str, Offload
         if not is_cut:
             fix = f'set {_ZERO}.stage to {stages}, or the device to "none"'
             raise wrong(path, where, fix, why=f"is not possible at stage {placed.name}, where each rank has all of it")
+        found[state] = "nvme" if where == "nvme" else "host"
         if where == "nvme":
-            raise _no_nvme(checked, section)
-        if device.type == "cpu":
-            checked.notes.append(Note(path, where, "honoured", "host memory is where the states are"))
-            found[state] = Offload(where)
-        else:
-            checked.map(path, "offload to the host is still to come: the states stay on the device")
+            paths[f"{_ZERO}.{section}.nvme_path"] = _folder(checked, section)
+    if not found:
+        return {}
+    ratio = checked[_RATIO]
+    if found.get("optimizer") == "host" and ratio < 1:
+        found["optimizer"] = ratio
+    elif _RATIO in checked.given and ratio < 1:
+        raise wrong(_RATIO, ratio, "set the device to cpu, or leave the ratio out", why="is a part for the host")
+    if "optimizer" not in found:
+        found["optimizer"] = "host"
+        checked.map(f"{_ZERO}.offload_param.device", "the optimizer's states, which parameters are made from, go along")
+    if paths:
+        found["path"] = next(iter(paths.values()))
+    for path, folder in paths.items():
+        if folder != found["path"]:
+            checked.map(path, f"one folder holds all states: {found['path']}")
+    for path in (f"{_ZERO}.offload_optimizer.device", f"{_ZERO}.offload_param.device"):
+        if checked[path] != "none":
+            checked.map(path, f"offload={found}")
     return found
 
 
-def _no_nvme(checked: Checked, section: str) -> ConfigError:
+def _folder(checked: Checked, section: str) -> str:
     path = f"{_ZERO}.{section}.nvme_path"
-    if checked[path] in (None, "none"):
-        return wrong(
-            path, checked[path], 'give a folder on the disk, or set the device to "cpu"', why="for device nvme"
-        )
-    return wrong(f"{_ZERO}.{section}.device", "nvme", 'use "cpu" or "none"', why="is still to come")
+    folder = checked[path]
+    if folder in (None, "none"):
+        raise wrong(path, folder, 'give a folder on the disk, or set the device to "cpu"', why="for device nvme")
+    return str(folder)
 
 
 def resolve_buffer_bytes(checked: Checked, model: nn.Module | None) -> int:

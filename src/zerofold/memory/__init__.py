@@ -1,6 +1,8 @@
-"""Flat storages and the pools behind them."""
+"""Flat storages and the pools behind them; the memory of each tier, and copies between them."""
 
 from zerofold.memory.buffers import BufferPool
 from zerofold.memory.storage import FlatStorage, StorageCache
+from zerofold.memory.tiers import TierMemory
+from zerofold.memory.transfers import Done, Transfers
 
-__all__ = ["BufferPool", "FlatStorage", "StorageCache"]
+__all__ = ["BufferPool", "Done", "FlatStorage", "StorageCache", "TierMemory", "Transfers"]

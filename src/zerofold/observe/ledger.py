@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerofold.engine import Engine
+from zerofold.placement import Tier
 from zerofold.sharded import ShardedTensor
 from zerofold.slab import Slab
 
@@ -31,19 +33,49 @@ class Ledger:
                 "parameters": sum(_parameter_nbytes(slab) for slab in engine.slabs()),
                 "gradients": sum(slab.gradients.nbytes for slab in engine.slabs()),
                 "optimizer": sum(_nbytes(value) for value in self._optimizer_tensors())
-                + sum(slab.shard.nbytes for slab in engine.slabs() if slab.dtypes.has_master),
+                + sum(slab.master.nbytes for slab in engine.slabs() if slab.dtypes.has_master),
             },
             "temporary_bytes": {
                 "gathered": sum(slab.storage.nbytes for slab in engine.slabs() if _is_temporary(slab)),
                 "cached": engine.cache.nbytes,
                 "buffers": engine.pool.nbytes,
             },
+            "tier_bytes": self._by_tier(),
+            **self._offload(),
             "peak_live_bytes": engine.schedule.peak_live_bytes,
             "comm_bytes": engine.traffic.bytes_by_operation(),
             "comm_calls": dict(engine.traffic.counts),
             "comm_bytes_by_group": engine.traffic.bytes_by_group(),
             "comm_elements": round(sum(engine.traffic.elements.values())),
         }
+
+    def _by_tier(self) -> dict[str, dict[str, int]]:
+        """States by the memory they are in; on the device without what is gathered for a while."""
+        memory, slabs = self._engine.offloading.memory, self._engine.slabs()
+        here = [slab for slab in slabs if not slab.is_away]
+        copies = [slab.copy_of_shard for slab in slabs if slab.is_away and slab.tiers.parameters is Tier.DEVICE]
+        moments = [value for value in self._optimizer_tensors() if _is_on_device(value, memory.device)]
+        device = {
+            "parameters": sum(map(_parameter_nbytes, here)) + sum(copy.nbytes for copy in copies if copy is not None),
+            "gradients": sum(slab.gradients.nbytes for slab in slabs if slab.tiers.gradients is Tier.DEVICE),
+            "optimizer": sum(map(_nbytes, moments)) + sum(s.master.nbytes for s in here if s.dtypes.has_master),
+        }
+        return {"device": device, **{tier.value: memory.bytes_by_state(tier) for tier in (Tier.HOST, Tier.NVME)}}
+
+    def _offload(self) -> dict[str, Any]:
+        engine = self._engine
+        if engine.offloading.plan is None:
+            return {}
+        predicted = {tier.value: states for tier, states in engine.offloading.plan.predicted.items()}
+        disk = engine.offloading.memory.disk
+        found: dict[str, Any] = {"predicted": predicted, "update": {}}
+        if engine.updates is not None:
+            engine.finish_updates()
+            found["update"] = engine.updates.figures
+            found["update_ring_bytes"] = engine.updates.nbytes_on_device
+        if disk is not None:
+            found["disk"] = {"read": disk.bytes_read, "written": disk.bytes_written, **disk.rates()._asdict()}
+        return {"offload": found}
 
     def by_unit(self) -> dict[str, dict[str, int]]:
         """Bytes sent, by unit and operation."""
@@ -69,11 +101,17 @@ def _is_temporary(slab: Slab) -> bool:
 def _parameter_nbytes(slab: Slab) -> int:
     """What forward computes with and stays. A master counts with the optimizer's states."""
     if _is_temporary(slab):
-        kept = 0 if slab.dtypes.has_master else slab.shard.nbytes
+        kept = 0 if slab.dtypes.has_master else slab.master.nbytes
     else:
         kept = slab.storage.nbytes
     return kept + (0 if slab.copy is None else slab.copy.nbytes)
 
 
 def _nbytes(tensor: Tensor) -> int:
-    return tensor.local.nbytes if isinstance(tensor, ShardedTensor) else tensor.nbytes
+    return tensor.form.nbytes if isinstance(tensor, ShardedTensor) else tensor.nbytes
+
+
+def _is_on_device(tensor: Tensor, device: torch.device) -> bool:
+    """On a CPU run, what was taken from another tier is not the device's either: it is mapped memory."""
+    form = tensor.form if isinstance(tensor, ShardedTensor) else tensor
+    return form.device == device and (device.type != "cpu" or form.untyped_storage().resizable())

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from zerofold.engine import Engine
+from zerofold.gradients_away import AwayGradients
+from zerofold.optim.away import updates_of
+from zerofold.optim.away.chunks import Piece, Scaling
 from zerofold.optim.onepass import STATE_DTYPES, AdamSettings, AdamTensors, adam
 from zerofold.sharded import ShardedParameter, ShardedTensor
 from zerofold.slab import Slab
@@ -31,52 +34,106 @@ def why_not_one_pass(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | None, clip_value: float | None) -> None:
-    """One step of the optimizer on every piece that has a gradient, read times `scale` and at most `clip_value`."""
+    """One step of the optimizer on every piece that has a gradient, read times `scale` and at most `clip_value`.
+
+    Offloaded states are updated later: who needs them waits for that.
+    """
     places = engine.places()
     before: dict[Slab, int] = {}
+    away: dict[Slab, list[Piece]] = {}
     for group in optimizer.param_groups:
         faces = [p for p in group["params"] if isinstance(p, ShardedParameter) and p.grad is not None]
-        tensors = []
+        tensors, settings = [], _settings(group)
         for face in faces:
             slab, index = places[id(face)]
-            before.setdefault(slab, slab.shard._version)
+            if slab.is_away:
+                away.setdefault(slab, []).extend(_piece(engine, optimizer, face, slab, index, settings))
+                continue
+            before.setdefault(slab, slab.version)
             tensors.append(_tensors(engine, optimizer, face, slab, index))
-        adam(tensors, _settings(group), scale=scale, clip_value=clip_value)
+        adam(tensors, settings, scale=scale, clip_value=clip_value)
     for slab, version in before.items():  # on every rank, also where it owns nothing of what was changed
         slab.mark_changed()
         if slab.is_kept and slab.dtypes.has_master:
             slab.written(version)
+    if away:
+        dtype = engine.precision.moments
+        scaling = Scaling(None if scale is None or scale.item() == 1.0 else scale.item(), clip_value)
+        ordered = [slab for slab in engine.slabs() if slab in away]  # as forward will need them
+        work = [
+            (slab, away[slab], (slab.moment("exp_avg", dtype), slab.moment("exp_avg_sq", dtype))) for slab in ordered
+        ]
+        updates_of(engine).submit(work, scaling)
+
+
+def _piece(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    face: ShardedParameter,
+    slab: Slab,
+    index: int,
+    settings: AdamSettings,
+) -> list[Piece]:
+    """What is to be done to a parameter of which this rank has a piece, if it has one."""
+    piece = slab.layout.pieces(slab.place)[index]
+    step = _ready_state(engine, optimizer, face, slab, index)
+    assert isinstance(face.grad, ShardedTensor)
+    if not piece.size:
+        return []
+    gradient = face.grad.form.detach().reshape(-1)
+    if isinstance(slab.gradients, AwayGradients):
+        slab.gradients.use_up(index)
+    return [Piece(piece.shard_start, piece.shard_stop, gradient, settings, step, _seed(step, face, slab))]
 
 
 def _tensors(
     engine: Engine, optimizer: torch.optim.Optimizer, face: ShardedParameter, slab: Slab, index: int
 ) -> AdamTensors:
+    step = _ready_state(engine, optimizer, face, slab, index)
     state = optimizer.state[face]
-    if not state:
-        state["step"] = torch.tensor(0.0)
-        for name in _MOMENTS:
-            state[name] = ShardedTensor(torch.zeros_like(face.local, dtype=engine.precision.moments), face.spec)
-    for name in _MOMENTS:  # loaded or handed over: whole, or in another dtype
-        held = state[name]
-        if not isinstance(held, ShardedTensor) or held.dtype is not engine.precision.moments:
-            local = held.local if isinstance(held, ShardedTensor) else face.spec.cut(held).clone()
-            state[name] = ShardedTensor(local.to(engine.precision.moments), face.spec)
-    if not isinstance(state["step"], Tensor):
-        state["step"] = torch.tensor(float(state["step"]))
-    if state["step"].device.type != "cpu":  # where a fused torch kernel or a loaded state had it: reading would wait
-        state["step"] = state["step"].cpu()
-    state["step"] += 1
-    step = int(state["step"].item())
     assert isinstance(face.grad, ShardedTensor)
     return AdamTensors(
         face.local,
-        face.grad.local,
+        face.grad.local.to(face.local.device),
         state["exp_avg"].local,
         state["exp_avg_sq"].local,
         slab.kept_piece(index),
         step,
         _seed(step, face, slab),
     )
+
+
+def _ready_state(
+    engine: Engine, optimizer: torch.optim.Optimizer, face: ShardedParameter, slab: Slab, index: int
+) -> int:
+    """The moments of a parameter are there, in their dtype and memory; the number of this step for it."""
+    state, dtype = optimizer.state[face], engine.precision.moments
+    if not state:
+        state["step"] = torch.tensor(0.0)
+    for name in _MOMENTS:
+        held = state.get(name)
+        if isinstance(held, ShardedTensor) and held.dtype is dtype and _is_at_home(held, slab, name):
+            continue
+        room = torch.zeros_like(face.form, dtype=dtype)
+        if slab.is_away:
+            piece = slab.layout.pieces(slab.place)[index]
+            room = face.spec.shaped(slab.moment(name, dtype)[piece.shard_start : piece.shard_stop])
+        if held is not None:  # loaded or handed over: whole, in another dtype, or in other memory
+            room.copy_(held.local if isinstance(held, ShardedTensor) else face.spec.cut(held))
+        state[name] = ShardedTensor(room, face.spec)
+    if not isinstance(state["step"], Tensor):
+        state["step"] = torch.tensor(float(state["step"]))
+    if state["step"].device.type != "cpu":  # where a fused torch kernel or a loaded state had it: reading would wait
+        state["step"] = state["step"].cpu()
+    state["step"] += 1
+    return int(state["step"].item())
+
+
+def _is_at_home(held: ShardedTensor, slab: Slab, name: str) -> bool:
+    if not slab.is_away:
+        return held.form.device == slab.master.device
+    own = slab.moments.get(name)
+    return own is not None and held.form.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
 
 
 def _settings(group: dict[str, Any]) -> AdamSettings:

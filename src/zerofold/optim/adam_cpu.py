@@ -27,10 +27,16 @@ VIEWS_AT_ONCE = 256  # blocks whose views are made in one call
 
 
 def update(
-    tensors: Sequence[AdamTensors], settings: AdamSettings, scale: Tensor | None, clip_value: float | None
+    tensors: Sequence[AdamTensors],
+    settings: AdamSettings,
+    scale: Tensor | None,
+    clip_value: float | None,
+    *,
+    block: int | None = None,
 ) -> None:
+    """See `onepass.adam`. `block` is another number of elements per thread, to measure with; no bit depends on it."""
     fused = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
-    size = min(BLOCK * torch.get_num_threads(), max(each.master.numel() for each in tensors))
+    size = min((block or BLOCK) * torch.get_num_threads(), max(each.master.numel() for each in tensors))
     room = _Room(size)
     steps = {each.step: torch.tensor(float(each.step)) for each in tensors}
     if scale is not None and scale.item() == 1.0:  # the usual coefficient where clipping does not bind

@@ -23,9 +23,12 @@ class Gradients:
     def _fill(self, named: list[tuple[str, Tensor]]) -> None:
         self._named = named
         self.names = [name for name, _ in named]
-        gradients = [face.grad for _, face in named if face.grad is not None]
-        self._are_plain = not any(isinstance(gradient, ShardedTensor) for gradient in gradients)
-        self.local = [grad.local if isinstance(grad, ShardedTensor) else grad for grad in gradients]
+        self._all = [face.grad for _, face in named if face.grad is not None]
+        self._are_plain = not any(isinstance(gradient, ShardedTensor) for gradient in self._all)
+
+    @property
+    def local(self) -> list[Tensor]:
+        return [grad.local if isinstance(grad, ShardedTensor) else grad for grad in self._all]
 
     def of(self, parameters: list[Tensor]) -> Gradients:
         """Those of some of the parameters, as an optimizer holds them."""
@@ -39,7 +42,7 @@ class Gradients:
         is_cut = self._engine.row.optimizer.is_cut
         if self._are_plain and not is_cut:  # torch's own arithmetic and order, to the bit
             return torch.nn.utils.get_total_norm(self.local, norm_type)
-        total = _sum_of_powers([t for t in self.local if t.numel()], norm_type, self._engine.groups.gather.device)
+        total = self._sum_of_powers(norm_type)
         if is_cut:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
             self._engine.groups.reduce.all_reduce(total, unit="gradient norm", op=op).wait()
@@ -50,15 +53,41 @@ class Gradients:
         return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def multiply(self, scale: Tensor) -> None:
-        filled = [tensor for tensor in self.local if tensor.numel()]
-        if filled:
-            torch._foreach_mul_(filled, scale)
+        for some in self._to_change():
+            torch._foreach_mul_(some, scale.to(some[0].device))
 
     def clamp(self, value: float) -> None:
+        for some in self._to_change():
+            torch._foreach_clamp_min_(some, -value)
+            torch._foreach_clamp_max_(some, value)
+
+    def _to_change(self) -> list[list[Tensor]]:
+        """What this rank has of them, by device."""
+        for gradient in self._all:
+            if isinstance(gradient, ShardedTensor):
+                gradient.known_norm = None
         filled = [tensor for tensor in self.local if tensor.numel()]
-        if filled:
-            torch._foreach_clamp_min_(filled, -value)
-            torch._foreach_clamp_max_(filled, value)
+        devices = dict.fromkeys(tensor.device for tensor in filled)
+        return [[tensor for tensor in filled if tensor.device == device] for device in devices]
+
+    def _sum_of_powers(self, norm_type: float) -> Tensor:
+        """Σ|x|^p over all of them, or max|x| for p = inf; in double, so that how they are cut does not show."""
+        device = self._engine.groups.gather.device
+        norms = []
+        for dtype in dict.fromkeys(_piece(each).dtype for each in self._all):  # lists of one dtype take fast kernels
+            some = [each for each in self._all if _piece(each).dtype is dtype and _piece(each).numel()]
+            known = {id(each): norm for each in some if norm_type == 2.0 and (norm := _known_norm(each)) is not None}
+            rest = [each for each in some if id(each) not in known]
+            if rest:
+                wide = torch.promote_types(dtype, torch.float32)
+                locals_ = [each.local if isinstance(each, ShardedTensor) else each for each in rest]
+                taken = torch._foreach_norm(locals_, norm_type, dtype=wide)
+                known |= {id(each): norm for each, norm in zip(rest, taken, strict=True)}
+            norms += [known[id(each)] for each in some]
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])
+        return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
     def first_non_finite(self) -> str | None:
         """The first parameter with an infinite or NaN gradient on any rank; all ranks must ask."""
@@ -76,13 +105,10 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> T
     return norm
 
 
-def _sum_of_powers(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Σ|x|^p over all tensors, or max|x| for p = inf; in double, so that how it is cut does not show."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms: list[Tensor] = []
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # lists of one dtype take the fast kernels
-        some = [tensor for tensor in tensors if tensor.dtype is dtype]
-        norms += torch._foreach_norm(some, norm_type, dtype=torch.promote_types(dtype, torch.float32))
-    stacked = torch.stack([norm.double() for norm in norms])
-    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
+def _piece(gradient: Tensor) -> Tensor:
+    """To ask about its form: nobody waits for its values."""
+    return gradient.form if isinstance(gradient, ShardedTensor) else gradient
+
+
+def _known_norm(gradient: Tensor) -> Tensor | None:
+    return gradient.known_norm if isinstance(gradient, ShardedTensor) else None

@@ -45,6 +45,7 @@ class Step:
         engine.reductions.flush()
         if engine.replicas is not None and self._optimizer is engine.optimizers[0]:
             engine.replicas.before_step()
+        engine.transfers.join()
         gradients = Gradients(engine)
         info = self._judge(gradients)
         self._was_applied = not info.skipped
@@ -65,9 +66,12 @@ class Step:
         engine.begin_step(self._optimizer)
         for face in self._faces():
             gradient = face.grad
-            if isinstance(gradient, ShardedTensor) and gradient.dtype is not face.dtype:
-                # torch's optimizers want one dtype. The accumulators stay as they are.
-                engine.step.show(face, ShardedTensor(gradient.local.to(face.dtype), gradient.spec))
+            if not isinstance(gradient, ShardedTensor):
+                continue
+            device = face.local.device
+            if gradient.dtype is not face.dtype or gradient.local.device != device:
+                # torch's optimizers want one dtype, in one memory. The accumulators stay as they are.
+                engine.step.show(face, ShardedTensor(gradient.local.to(device, face.dtype), gradient.spec))
 
     def end(self) -> None:
         engine = self._engine
@@ -83,7 +87,7 @@ class Step:
     def _uses_one_pass(self) -> bool:
         wanted, engine = self._options.one_pass, self._engine
         if wanted is None:
-            wanted = engine.precision.parameters is not None
+            wanted = engine.precision.parameters is not None or engine.is_offloaded
         return (
             wanted
             and why_not_one_pass(self._optimizer) is None

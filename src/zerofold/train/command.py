@@ -37,6 +37,19 @@ def train_command(
         int, typer.Option(help="0: nothing is cut; 1: optimizer; 2: and gradients; 3: and parameters.")
     ] = 3,
     precision: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16.")] = TrainOptions.precision,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            help="Optimizer states off the device: host, nvme, a part of them from 0 to 1 to the host, or auto: what "
+            "must, parameters too.",
+            metavar="host|nvme|auto|PART",
+            show_default=False,
+        ),
+    ] = None,
+    offload_path: Annotated[
+        str | None,
+        typer.Option(help="Folder on the disk for --offload nvme or auto.", metavar="DIR", show_default=False),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(help=f"Stop after so many steps; {DEFAULT_STEPS} unless --minutes is given.", show_default=False),
@@ -91,6 +104,7 @@ def train_command(
       zerofold train
       zerofold train --nproc 4 --stage 2 --minutes 5
       zerofold train --precision bf16
+      zerofold train --offload nvme --offload-path /mnt/nvme
       zerofold train --layers 12 --hidden 768 --heads 12 --seq 512 --lr 6e-4
       zerofold train --resume runs/20260101-120000 --nproc 2
       zerofold train --out run --resume auto --max-restarts 3

@@ -85,6 +85,7 @@ class Training:
             model,
             optimizer,
             stage=options.stage,
+            offload=options.offload_wish,
             precision=options.precision,
             units=Block,
             clip=1.0,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerofold.checkpoint.manifest import candidates
-from zerofold.placement import row
+from zerofold.offload.wishes import read_offload
+from zerofold.placement import Tier, row
 from zerofold.precision import policy_of
 from zerofold.samples import Shares, share
 from zerofold.train.gpt import GPTConfig
@@ -23,7 +25,20 @@ CHECKPOINTS = "checkpoints"
 
 # What may be another when a run goes on; anything else would make it another run.
 CHANGEABLE = frozenset(
-    {"out", "resume", "stage", "precision", "steps", "minutes", "batch", "accumulate", "save_every", "plain"}
+    {
+        "out",
+        "resume",
+        "stage",
+        "offload",
+        "offload_path",
+        "precision",
+        "steps",
+        "minutes",
+        "batch",
+        "accumulate",
+        "save_every",
+        "plain",
+    }
 )
 
 
@@ -37,6 +52,10 @@ class TrainOptions:
     stage: int = 3
     precision: str = "fp32"
     """fp32, tf32, bf16 or fp16."""
+    offload: str | None = None
+    """host, nvme, auto, or the part of the optimizer's states that goes to the host, from 0 to 1."""
+    offload_path: str | None = None
+    """The folder for what goes to the disk."""
     steps: int | None = None
     """Stop after so many optimizer steps. With neither this nor `minutes`: 300."""
     minutes: float | None = None
@@ -61,6 +80,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         row(self.stage)
+        read_offload(self.offload_wish)
         policy_of(self.precision)
         for name in ("batch", "accumulate", "global_batch", "validate_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
@@ -80,6 +100,19 @@ class TrainOptions:
             )
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"{self.out} is a file: name a folder with --out")
+
+    @property
+    def offload_wish(self) -> dict[str, Any] | None:
+        """As offload= of zf.prepare takes it."""
+        if self.offload is None:
+            if self.offload_path is not None:
+                raise ValueError(f"--offload-path {self.offload_path} says where, not what: add --offload nvme or auto")
+            return None
+        if self.offload == Tier.NVME.value and self.offload_path is None:
+            raise ValueError("--offload nvme needs a folder on the disk: add --offload-path DIR")
+        part = re.fullmatch(r"\d*\.?\d+", self.offload)
+        wish: dict[str, Any] = {"optimizer": float(self.offload) if part else self.offload}
+        return wish if self.offload_path is None else {**wish, "path": self.offload_path}
 
     @property
     def step_limit(self) -> int | None:

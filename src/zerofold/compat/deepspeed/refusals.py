@@ -36,7 +36,7 @@ _REASONS = {
     "ops.transformer": _KERNELS,
     "ops.op_builder": _KERNELS,
     "ops.sparse_attention": _KERNELS,
-    "ops.aio": "offload to NVMe is still to come",
+    "ops.aio": "offload_optimizer and offload_param with device nvme read and write the disk without it",
     "ops.lamb": "LAMB needs whole tensors and zerofold has none; take AdamW or Lion",
     "DeepSpeedConfig": "initialize reads and checks the config itself; `zerofold.config` is where it does",
 }

@@ -1,0 +1,122 @@
+"""Gradients that wait for the update in another memory than the device's: they go there as each slab is complete.
+
+autograd   [ b3 ][ b2 ][ b1 ]
+down             [g3]  [g2]  [g1]        a copy to pinned memory, beside the next unit's backward
+
+On a single rank the gradient of one backward goes as it was made, and may take the place of the 16-bit parameter, which
+nobody needs again before the update makes a new one. More backwards add up in the accumulation dtype: the sum comes up,
+meets the new gradient on the device, and goes down again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from zerofold.gradients import FaceGradients
+from zerofold.layout import FlatLayout
+from zerofold.memory import Done, Transfers
+from zerofold.precision import Dtypes
+from zerofold.sharded import ShardedParameter, ShardedTensor
+
+
+class AwayGradients(FaceGradients):
+    """FaceGradients whose pieces are in `room`, this rank's range in flat memory of another tier."""
+
+    def __init__(
+        self,
+        parameters: list[Tensor],
+        faces: list[ShardedParameter],
+        layout: FlatLayout,
+        dtypes: Dtypes,
+        room: Tensor,
+        transfers: Transfers,
+        *,
+        in_place: bool,
+        more_room: Callable[[torch.dtype], Tensor],
+    ) -> None:
+        super().__init__(parameters, faces, layout, dtypes)
+        self._flat = room
+        self._transfers, self._more_room = transfers, more_room
+        self._is_in_place = in_place  # the room is also that of the 16-bit parameters
+        self.spoiled: set[int] = set()  # parameters in whose place there is, or was, a gradient
+        self.landed = Done()  # what was sent to the room last
+
+    @property
+    def room(self) -> Tensor:
+        assert self._flat is not None
+        return self._flat
+
+    @property
+    def is_in_place_of_parameters(self) -> bool:
+        """Some gradient is needed where a parameter would be."""
+        shown = (self.faces[index].grad for index in self.spoiled if self._is_shown[index])
+        return any(isinstance(gradient, ShardedTensor) and not gradient.is_used_up for gradient in shown)
+
+    def finish(self) -> None:
+        """Returns when the room holds what was sent to it."""
+        self.landed.finish()
+
+    def use_up(self, index: int) -> None:
+        """The update takes the gradient, and writes a new parameter in its place where that is its place."""
+        gradient = self.faces[index].grad
+        if isinstance(gradient, ShardedTensor):
+            gradient.is_used_up = True
+        self.spoiled.discard(index)
+
+    @torch.no_grad()
+    def _adopt(self, local: list[Tensor | None], scale: float) -> None:
+        arrived = [(index, gradient) for index, gradient in enumerate(local) if gradient is not None]
+        if not arrived:
+            return
+        if any(self._has_earlier(index) for index, _ in arrived) and self.room.dtype is not self.dtypes.accumulation:
+            self._widen()
+        with self._transfers.down():
+            sent = []
+            for index, gradient in arrived:
+                self._transfers.is_used(gradient)
+                if gradient.dtype is torch.float16 or scale != 1.0:  # without its scale it needs more range
+                    gradient = gradient.to(self.dtypes.accumulation).mul_(scale)
+                if self._has_earlier(index):
+                    earlier = self._piece(index).to(gradient.device, non_blocking=True)
+                    gradient = earlier.add_(gradient) if earlier.device != self.room.device else earlier + gradient
+                sent.append(gradient)
+            wide = torch.promote_types(sent[0].dtype, torch.float32)
+            norms = torch._foreach_norm(sent, 2.0, dtype=wide)
+            for (index, _), gradient, norm in zip(arrived, sent, norms, strict=True):
+                self._piece(index).copy_(gradient, non_blocking=True)
+                self._show(index)
+                shown = self.faces[index].grad
+                assert isinstance(shown, ShardedTensor)
+                shown.known_norm = norm
+                if self._is_in_place:
+                    self.spoiled.add(index)
+            self.landed = self._transfers.done()
+
+    def _has_earlier(self, index: int) -> bool:
+        shown = self.faces[index].grad
+        if not isinstance(shown, ShardedTensor):
+            return False
+        if shown.is_used_up:
+            raise RuntimeError(
+                f"the gradient of '{self.faces[index].spec.name}' was not cleared after the step, and cannot be added "
+                "to: its memory was used for the new parameter. Call optimizer.zero_grad() after every step"
+            )
+        return True
+
+    def _widen(self) -> None:
+        """A second backward came before the step, and the first gradient has room for 16 bits only."""
+        warnings.warn(
+            "a second backward came before optimizer.step(), so gradients need fp32 sums that nobody has planned "
+            "memory for: pass accumulate= (the number of backwards in a step) to zf.prepare",
+            stacklevel=2,
+        )
+        self.finish()
+        self._flat = self._more_room(self.dtypes.accumulation).copy_(self.room)
+        self._is_in_place = False
+        for index, face in enumerate(self.faces):
+            if isinstance(face.grad, ShardedTensor):
+                face.grad.move(face.spec.shaped(self._piece(index)))

@@ -1,0 +1,83 @@
+"""Memory of each tier for the states of one model: every tier gives ordinary tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zerofold.memory.arena import HostArena
+from zerofold.memory.disk import DiskStore, Extent
+from zerofold.placement import Tier
+
+
+class TierMemory:
+    """Takes memory on the device, from pinned segments of host memory, or in a file; counts it by state.
+
+    >>> memory = TierMemory(torch.device("cpu"), None, None)
+    >>> memory.take(Tier.DEVICE, 3, torch.float32, "optimizer", "a").tolist()
+    [0.0, 0.0, 0.0]
+    """
+
+    def __init__(self, device: torch.device, arena: HostArena | None, disk: DiskStore | None) -> None:
+        self.device, self.arena, self.disk = device, arena, disk
+        self._blocks: dict[int, tuple[Tensor, Tier, str, Extent | None]] = {}  # by the address of their storage
+        self._was_used = False  # a part of the file, which is zeros until then
+
+    def take(self, tier: Tier, numel: int, dtype: torch.dtype, state: str, label: str) -> Tensor:
+        """Zeros. What another tier than the device gives has a version counter of its own."""
+        if tier is Tier.DEVICE or not numel:
+            return torch.zeros(numel, dtype=dtype, device=self.device if tier is Tier.DEVICE else "cpu")
+        nbytes = numel * dtype.itemsize
+        if tier is Tier.HOST:
+            assert self.arena is not None, "no host memory was planned for this model"
+            block, extent = self.arena.take(nbytes), None
+        else:
+            assert self.disk is not None, "no disk was planned for this model"
+            extent = self.disk.take(nbytes, f"{label}: {state}")
+            block = self.disk.tensor(extent)
+            if self._was_used:
+                block.zero_()
+        self._blocks[_address(block)] = block, tier, state, extent
+        return block[:nbytes].view(dtype).data
+
+    def give(self, tensor: Tensor) -> None:
+        """Nobody may use it after this."""
+        block, tier, _, extent = self._blocks.pop(_address(tensor), (None, Tier.DEVICE, "", None))
+        if block is not None and tier is Tier.HOST and self.arena is not None:
+            self.arena.give(block)
+        elif extent is not None and self.disk is not None:
+            self.disk.give(extent)
+            self._was_used = True
+
+    def offset(self, tensor: Tensor) -> int:
+        """Where in the file a tensor begins that was taken there, or a view of one."""
+        extent = self._blocks[_address(tensor)][3]
+        assert extent is not None
+        return extent.offset + tensor.data_ptr() - _address(tensor)
+
+    def written(self, tensor: Tensor) -> None:
+        """Somebody has changed a tensor by ordinary means: one in the file is brought there, and its memory freed."""
+        extent = self._blocks.get(_address(tensor), (None, None, None, None))[3]
+        if extent is not None and self.disk is not None:
+            self.disk.changed(extent)
+            self.disk.forget(extent)
+
+    def bytes_by_state(self, tier: Tier) -> dict[str, int]:
+        """Off the device; what is on it belongs to whoever took it."""
+        total: dict[str, int] = {}
+        for block, where, state, _ in self._blocks.values():
+            if where is tier:
+                total[state] = total.get(state, 0) + block.nbytes
+        return total
+
+    def close(self) -> None:
+        """All that was taken must have been let go of."""
+        self._blocks.clear()
+        if self.arena is not None:
+            self.arena.close()
+        if self.disk is not None:
+            self.disk.close()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,182 @@
+"""Which unit's states go where, what that takes of each memory, and what to do where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zerofold.offload.budget import GIB, Budget
+from zerofold.offload.placing import Bytes, Choice, Room, Search, total
+from zerofold.offload.sizes import ByTier, UnitSize, summed
+from zerofold.offload.wishes import AUTO, Offload, read_offload
+from zerofold.placement import Tier, Tiers
+
+# Kept free for activations where the plan is free to choose: the first that leaves room for all states.
+_RESERVES = (0.15, 0.12, 0.09, 0.06, 0.04)
+_LEAST_RESERVE = 2 * GIB
+_NAMES = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "disk"}
+
+
+class OffloadError(MemoryError):
+    """The states do not fit where they were asked to go; the message has the numbers and a plan that fits."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tiers by unit, and what they come to."""
+
+    tiers: dict[str, Tiers]
+    predicted: ByTier
+    budget: Budget
+    extra_device: int
+    """Gathered units and the buffers of the update."""
+    reserve: int
+    is_least_reserve: bool
+    """All states fit only because less than usual is kept for activations."""
+
+    def text(self) -> str:
+        """A few lines for a person."""
+        where = [tiers.optimizer for tiers in self.tiers.values()]
+        moved = sum(tiers.parameters is not Tier.DEVICE for tiers in self.tiers.values())
+        counts = f"{where.count(Tier.DEVICE)} on the device, {where.count(Tier.HOST)} on the host"
+        counts += f", {where.count(Tier.NVME)} on disk" if Tier.NVME in where else ""
+        lines = [f"offload: optimizer states of {len(where)} units: {counts}; parameters of {moved} off the device"]
+        taken = self.extra_device + self.reserve
+        lines.append(self._line("device", Tier.DEVICE, self.budget.device, taken))
+        kept = f"  and     {_gib(self.extra_device)} for gathered units and the update"
+        kept += f", {_gib(self.reserve)} kept for activations" if self.reserve else ""
+        lines.append(kept + (", less than usual: else the states would not fit" if self.is_least_reserve else ""))
+        lines.append(self._line("host", Tier.HOST, self.budget.host))
+        if self.budget.disk is None:
+            lines.append("  disk    not used: offload= has no 'path'")
+        else:
+            lines.append(self._line("disk", Tier.NVME, self.budget.disk))
+        return "\n".join(lines)
+
+    def used(self, tier: Tier) -> int:
+        return sum(self.predicted[tier].values())
+
+    def _line(self, name: str, tier: Tier, budget: int, taken: int = 0) -> str:
+        used = self.used(tier)
+        states = [f"{state} {_gib(nbytes)}" for state, nbytes in self.predicted[tier].items() if nbytes]
+        left = f"{_gib(max(0, budget - used - taken))} left"
+        return f"  {name:<7} {_gib(used)} of {_gib(budget)} GiB: {', '.join([*states, left])}"
+
+
+def place(units: Sequence[UnitSize], offload: Offload, budget: Budget, *, extra_device: int = 0) -> Plan:
+    """The plan for units in forward order, the root first; raises OffloadError where the states do not fit.
+
+    >>> from zerofold.offload.wishes import read_offload
+    >>> blocks = [UnitSize(f"block{index}", 100 * 2**20) for index in range(8)]
+    >>> plan = place(blocks, read_offload("auto"), Budget(device=8 * GIB, host=32 * GIB))
+    >>> [tiers.optimizer.value for tiers in plan.tiers.values()]
+    ['device', 'device', 'device', 'device', 'host', 'host', 'host', 'host']
+    >>> print(plan.text())
+    offload: optimizer states of 8 units: 4 on the device, 4 on the host; parameters of 2 off the device
+      device  5.9 of 8.0 GiB: optimizer 4.7, gradients 0.8, parameters 0.4, 0.1 left
+      and     0.0 for gathered units and the update, 2.0 kept for activations
+      host    5.5 of 32.0 GiB: optimizer 4.7, gradients 0.4, parameters 0.4, 26.5 left
+      disk    not used: offload= has no 'path'
+    """
+    found = _try(units, offload, budget, extra_device)
+    if found is None:
+        raise OffloadError(_refusal(units, offload, budget, extra_device))
+    return found
+
+
+def promote(
+    plan: Plan, units: Sequence[UnitSize], offload: Offload, budget: Budget, slack_bytes: int
+) -> list[tuple[str, Tiers]]:
+    """Units that may move up now that `slack_bytes` of the device have proved to be free, each with its new tiers.
+
+    Most useful first, and each move fits after those before it: the earliest in forward order come back to the device,
+    and where that empties the host, units on the disk move up there. A unit may move twice.
+    """
+    search = Search(units, offload, budget.disk is not None)
+    placed = [
+        next(choice for choice in choices if choice.tiers == plan.tiers[unit.name])
+        for unit, choices in zip(units, search.choices, strict=True)
+    ]
+    room = replace(Room.of(budget, 0), device=total(placed).device + slack_bytes)
+    return [(units[index].name, choice.tiers) for index, choice in search.improvements(placed, room)]
+
+
+def _try(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_device: int) -> Plan | None:
+    search = Search(units, offload, budget.disk is not None)
+    for attempt, reserve in enumerate(_reserves(offload, budget)):
+        placed = search.place(Room.of(budget, extra_device + reserve))
+        if placed is not None:
+            return _plan(units, placed, budget, extra_device, reserve, attempt > 0)
+    return None
+
+
+def _plan(
+    units: Sequence[UnitSize], placed: list[Choice], budget: Budget, extra_device: int, reserve: int, is_least: bool
+) -> Plan:
+    tiers = {unit.name: choice.tiers for unit, choice in zip(units, placed, strict=True)}
+    return Plan(tiers, summed(units, tiers), budget, extra_device, reserve, is_least)
+
+
+def _reserves(offload: Offload, budget: Budget) -> list[int]:
+    """Those to try, largest first. Where every tier was named there is nothing to choose, so nothing is kept back."""
+    if offload.reserve is not None:
+        return [offload.reserve]
+    if AUTO not in (offload.optimizer, offload.parameters):
+        return [0]
+    parts = [int(part * budget.device) for part in _RESERVES]
+    return [max(_LEAST_RESERVE, parts[0]), *(part for part in parts if part < max(_LEAST_RESERVE, parts[0]))]
+
+
+def _refusal(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_device: int) -> str:
+    reserve = _reserves(offload, budget)[-1]
+    used = total(Search(units, offload, budget.disk is not None).cheapest())
+    if offload.optimizer == AUTO:
+        have = budget.host if budget.one_memory else max(0, budget.device - extra_device - reserve) + budget.host
+        said = (
+            f"the states need {_gib(used.device + used.host + used.disk)} GiB, and device, host and disk together have "
+            f"{_gib(have + (budget.disk or 0))} GiB for them"
+        )
+    else:
+        said = " and ".join(_overdrawn(used, budget, extra_device + reserve)) or "no placement was found"
+    fitting = list(_fitting(units, offload, budget, extra_device))
+    if not fitting:
+        return f"offload: {said}; nothing fits here: give more memory, more ranks or a smaller model"
+    return f"offload: {said}; fits: {', or '.join(fitting[:2])}"
+
+
+def _overdrawn(used: Bytes, budget: Budget, taken_on_device: int) -> Iterator[str]:
+    for tier, need, have in (
+        (Tier.DEVICE, used.device + taken_on_device, budget.device),
+        (Tier.HOST, used.host + used.device * budget.one_memory, budget.host),
+        (Tier.NVME, used.disk, budget.disk or 0),
+    ):
+        if need > have:
+            yield f"needs {_gib(need)} GiB of {_NAMES[tier]}, where {_gib(have)} GiB may be used"
+
+
+def _fitting(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_device: int) -> Iterator[str]:
+    """Other wishes that fit, nearest to this one first."""
+    given = offload.optimizer
+    asked = given if isinstance(given, float) else 0.0 if given is Tier.DEVICE else 1.0
+    fractions = sorted((part / 10 for part in range(1, 10)), key=lambda part: abs(part - asked))
+    wishes: list[dict[str, Any]] = [{"optimizer": part} for part in ("host", *fractions)]
+    if not all(unit.whole_parameters for unit in units):
+        wishes.append({"optimizer": "host", "parameters": "host"})
+    path = {"path": offload.path or "..."}
+    wishes += [{"optimizer": AUTO}, {"optimizer": AUTO} | path]
+    for wish in wishes:
+        # A disk that nobody named may be of any size: what it must hold is said.
+        disk = (budget.disk or 2**62) if "path" in wish else None
+        plan = _try(
+            units, replace(read_offload(wish), reserve=offload.reserve), replace(budget, disk=disk), extra_device
+        )
+        if plan is not None:
+            extent = f"{_gib(plan.used(Tier.DEVICE) + extra_device)} GiB on the device"
+            extent += f", {_gib(plan.used(Tier.HOST))} on the host"
+            extent += f", {_gib(plan.used(Tier.NVME))} on disk" if "path" in wish else ""
+            yield f"offload={wish} with {extent}"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f}"

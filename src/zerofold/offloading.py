@@ -1,0 +1,136 @@
+"""What `offload=` comes to for one model: the plan of tiers, agreed on by all ranks, and the memory behind it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from zerofold.agree import agree
+from zerofold.comm import Comm
+from zerofold.dealing import split
+from zerofold.memory import TierMemory
+from zerofold.memory.arena import HostArena
+from zerofold.memory.disk import PAGE, DiskStore
+from zerofold.offload.budget import Budget, available
+from zerofold.offload.plan import Plan, place
+from zerofold.offload.sizes import UnitSize
+from zerofold.offload.wishes import Offload
+from zerofold.placement import Row, Tier, Tiers
+from zerofold.precision import Precision
+from zerofold.slab import Entry, dtypes_of, lay_out
+
+GIB = 2**30
+UPDATE_RING = 17 * 2**26  # bytes of the device: four chunks of 2**24 parameters on their way through it
+_EXTENTS = 8  # at most, of one slab in the file, each rounded up to a page
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """Where the states of each unit go, and the memory for them; nothing is offloaded by default."""
+
+    memory: TierMemory
+    wish: Offload | None = None
+    plan: Plan | None = None
+    units: tuple[UnitSize, ...] = ()
+
+    @property
+    def tiers(self) -> Mapping[str, Tiers]:
+        return {} if self.plan is None else self.plan.tiers
+
+    @staticmethod
+    def none(device: torch.device) -> Offloading:
+        return Offloading(TierMemory(device, None, None))
+
+
+def make_offloading(
+    wish: Offload,
+    assigned: dict[str, list[Entry]],
+    row: Row,
+    device: torch.device,
+    precision: Precision,
+    control: Comm,
+    *,
+    world: int,
+    adds_up: bool,
+    live_bytes: int,
+) -> Offloading:
+    """All ranks must call it: they end with one plan, for the smallest budget among them."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", control.size))
+    units = [_size(name, entries, row, precision, world=world, adds_up=adds_up) for name, entries in assigned.items()]
+    budget = agree(control, lambda: available(device, wish, here))
+    everyone: list[tuple[list[UnitSize], Budget]] = control.all_gather_objects((units, budget))
+    budgets = [each for _, each in everyone]
+    least = Budget(
+        min(each.device for each in budgets),
+        min(each.host for each in budgets),
+        None if budget.disk is None else min(each.disk or 0 for each in budgets),
+        budget.one_memory,
+    )
+    largest = [
+        replace(unit, trained=max(u[i].trained for u, _ in everyone), frozen=max(u[i].frozen for u, _ in everyone))
+        for i, unit in enumerate(units)
+    ]
+    extra = live_bytes + (UPDATE_RING if device.type == "cuda" else 0)
+    plan = agree(control, lambda: place(largest, wish, least, extra_device=extra))
+    memory = agree(control, lambda: _memory(plan, wish, device, control.rank, len(units)))
+    if control.rank == 0:
+        print(plan.text(), file=sys.stderr, flush=True)
+    return Offloading(memory, wish, plan, tuple(largest))
+
+
+def _memory(plan: Plan, wish: Offload, device: torch.device, rank: int, units: int) -> TierMemory:
+    show = _Progress(plan.used(Tier.HOST)).show if rank == 0 else None
+    arena = HostArena(pins=device.type == "cuda", show=show)
+    on_disk = plan.used(Tier.NVME)
+    if not on_disk:
+        return TierMemory(device, arena, None)
+    assert wish.path is not None
+    room = on_disk + _EXTENTS * units * PAGE * 4
+    return TierMemory(device, arena, DiskStore(wish.path, room, rank=rank, checksums=wish.checksums))
+
+
+def _size(name: str, entries: list[Entry], row: Row, precision: Precision, *, world: int, adds_up: bool) -> UnitSize:
+    trained = frozen = gathered = 0
+    main = entries[0]
+    for part in split(name, entries):
+        layout, first = lay_out(part, row, world), part[0]
+        own = max(layout.shard_size(place) for place in range(layout.world))
+        gathered += layout.size * dtypes_of(first).compute.itemsize
+        if first.parameter.requires_grad:
+            trained += own
+            main = max(main, *part, key=lambda entry: entry.parameter.numel() * entry.parameter.requires_grad)
+        else:
+            frozen += own
+    dtypes = dtypes_of(main)
+    stays = world == 1 and not adds_up and dtypes.compute is not torch.float16
+    return UnitSize(
+        name,
+        trained,
+        frozen,
+        master_bytes=dtypes.master.itemsize,
+        moments_bytes=2 * precision.moments.itemsize,
+        gradient_bytes=dtypes.compute.itemsize if stays else dtypes.accumulation.itemsize,
+        compute_bytes=dtypes.compute.itemsize,
+        has_master=dtypes.has_master,
+        gathered_bytes=gathered,
+        whole_parameters=not row.parameters.is_cut and world > 1,
+    )
+
+
+@dataclass
+class _Progress:
+    """A line now and then while a lot of memory is being pinned."""
+
+    total: int
+    last: float = field(default_factory=time.monotonic)
+
+    def show(self, pinned: int, taken: int) -> None:
+        now = time.monotonic()
+        if now - self.last > 5:
+            self.last = now
+            print(f"pinning host memory: {pinned / GIB:.1f} of {self.total / GIB:.1f} GiB", file=sys.stderr, flush=True)

@@ -1,0 +1,116 @@
+"""An offloaded slab's update in chunks: ranges of its shard small enough to be on their way in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerofold.memory import Done
+from zerofold.optim.onepass import COPY_DTYPES, AdamSettings, AdamTensors
+from zerofold.slab import Slab
+
+CHUNK = 2**24  # elements: 64 MiB of each fp32 state. Copies of 16 MiB and more run at the full rate of the bus
+
+
+class Ends(NamedTuple):
+    """Of the update of one chunk."""
+
+    usable: Done  # forward may use what it computes with
+    complete: Done  # the states are where they live
+
+
+class Piece(NamedTuple):
+    """What one step does to one parameter: its range in the shard, its gradient there, and its numbers."""
+
+    start: int
+    stop: int
+    gradient: Tensor
+    settings: AdamSettings
+    step: int
+    seed: int
+
+    def within(self, start: int, stop: int) -> Piece | None:
+        first, last = max(self.start, start), min(self.stop, stop)
+        if first >= last:
+            return None
+        gradient = self.gradient[first - self.start : last - self.start]
+        return self._replace(start=first, stop=last, gradient=gradient)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What all gradients of a step are changed by."""
+
+    scale: float | None
+    clip_value: float | None
+
+    def tensor(self, device: torch.device | str) -> Tensor | None:
+        return None if self.scale is None else torch.tensor(self.scale, dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A range of a slab's shard with the parts of parameters in it."""
+
+    slab: Slab
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+    states: tuple[Tensor, Tensor, Tensor]  # master and moments of this range, where they live
+    copy: Tensor | None  # of this range: what forward computes with, kept beside the master
+    scaling: Scaling
+    arrived: Done  # the gradients
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def tensors(self, states: Sequence[Tensor], gradients: Sequence[Tensor], copies: Sequence[Tensor | None]) -> Groups:
+        """For the kernel, by settings, with the states in other memory perhaps."""
+        groups: Groups = []
+        for piece, gradient, copy in zip(self.pieces, gradients, copies, strict=True):
+            master, exp_avg, exp_avg_sq = (t[piece.start - self.start : piece.stop - self.start] for t in states)
+            each = AdamTensors(master, gradient, exp_avg, exp_avg_sq, copy, piece.step, piece.seed)
+            if groups and groups[-1][0] == piece.settings:
+                groups[-1][1].append(each)
+            else:
+                groups.append((piece.settings, [each]))
+        return groups
+
+    def copy_of(self, piece: Piece) -> Tensor | None:
+        return None if self.copy is None else self.copy[piece.start - self.start : piece.stop - self.start]
+
+    def copies(self) -> list[Tensor | None]:
+        return [self.copy_of(piece) for piece in self.pieces]
+
+    def masters(self, master: Tensor) -> list[Tensor]:
+        """Of each piece, in a master that is in other memory perhaps."""
+        return [master[piece.start - self.start : piece.stop - self.start] for piece in self.pieces]
+
+    @property
+    def kernel_makes_copy(self) -> bool:
+        """A copy in the master's own dtype is no cast: it is copied after the update."""
+        return self.copy is not None and self.copy.dtype in COPY_DTYPES and self.states[0].dtype is not self.copy.dtype
+
+
+Groups = list[tuple[AdamSettings, list[AdamTensors]]]
+
+
+def chunks_of(
+    slab: Slab, pieces: Sequence[Piece], moments: tuple[Tensor, Tensor], scaling: Scaling, arrived: Done
+) -> Iterator[Chunk]:
+    """In the order of the shard; only those in which something changes."""
+    # `.data` has a version counter of its own: the update under way does not look like somebody's change.
+    states = [tensor.data for tensor in (slab.master, *moments)]
+    copy = slab.copy_of_shard
+    for start in range(0, slab.master.numel(), CHUNK):
+        stop = min(start + CHUNK, slab.master.numel())
+        inside = tuple(part for piece in pieces if (part := piece.within(start, stop)) is not None)
+        if inside:
+            master, exp_avg, exp_avg_sq = (tensor[start:stop] for tensor in states)
+            own = None if copy is None else copy.data[start:stop]
+            yield Chunk(slab, start, stop, inside, (master, exp_avg, exp_avg_sq), own, scaling, arrived)

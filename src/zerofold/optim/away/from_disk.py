@@ -1,0 +1,85 @@
+"""Chunks whose states are in a file: read, updated on the host, written, with the disk busy all the time.
+
+disk      [ read b1 ][ write b0 ][ read b2 ][ write b1 ] …      bursts of one kind: a mix costs a disk some of its rate
+host      [upd b0]               [upd b1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from zerofold.memory import TierMemory
+from zerofold.memory.disk import DiskStore, Request
+from zerofold.optim.away.chunks import Chunk, Ends
+from zerofold.optim.away.on_host import HostUpdate
+from zerofold.placement import Tier
+
+BATCH = 4  # chunks of a burst: 0.8 GB of fp32 states
+STATES = 3
+
+
+class DiskUpdate:
+    """Runs in the thread of a worker. Holds memory for two batches, whatever the model's size."""
+
+    def __init__(self, memory: TierMemory, disk: DiskStore, host: HostUpdate, chunk: int) -> None:
+        self._memory, self._disk, self._host = memory, disk, host
+        self._rooms = [
+            memory.take(Tier.HOST, BATCH * STATES * chunk, torch.float32, "update ring", "ring").view(BATCH, STATES, -1)
+            for _ in range(2)
+        ]
+        self._turn = 0
+        self._reads: list[Request] = []
+        self._writes: list[Request] = []
+        self._read_ahead: list[Chunk] = []
+
+    def batches(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+        rest = iter(chunks)
+        while batch := list(islice(rest, BATCH)):
+            yield batch
+
+    def run(self, batch: list[Chunk], following: list[Chunk]) -> list[Ends]:
+        """Updates one batch; the next one is read meanwhile."""
+        if self._read_ahead != batch:
+            self._read(batch)
+        for request in self._reads:
+            request.wait()
+        room = self._rooms[self._turn]
+        self._turn = 1 - self._turn
+        self.finish()  # the writes of the batch before, from the room that is read into next
+        self._read_ahead = following
+        if following:
+            self._read(following)
+        ends = []
+        for chunk, states in zip(batch, room, strict=False):
+            sent = self._host.run(chunk, self._views(states, chunk))
+            ends.append(Ends(sent, sent))
+        for request in self._reads if following else ():
+            request.wait()
+        for chunk, states in zip(batch, room, strict=False):
+            for there, here in zip(chunk.states, self._views(states, chunk), strict=True):
+                self._writes.append(self._disk.write(self._offset(there), here))
+        return ends
+
+    def finish(self) -> None:
+        """Returns when all that was updated is in the file."""
+        writes, self._writes = self._writes, []
+        for request in writes:
+            request.wait()
+
+    def _read(self, batch: list[Chunk]) -> None:
+        self._reads = [
+            self._disk.read(self._offset(there), here)
+            for chunk, states in zip(batch, self._rooms[self._turn], strict=False)
+            for there, here in zip(chunk.states, self._views(states, chunk), strict=True)
+        ]
+
+    @staticmethod
+    def _views(states: Tensor, chunk: Chunk) -> list[Tensor]:
+        return [state[: chunk.size] for state in states]
+
+    def _offset(self, tensor: Tensor) -> int:
+        return self._memory.offset(tensor)

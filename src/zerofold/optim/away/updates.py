@@ -1,0 +1,242 @@
+"""The update of all offloaded slabs: submitted by `step()` once the norm of all gradients is known, run under the next
+forward, in its order.
+
+main      [ backward ][ step ][ f0 ][ f1 ][ f2 ] …          a unit's use waits for its own update, no other's
+host                        [u0 ][u1 ][u2 ]                  its share of each unit's chunks
+device                      [u0 ][u1 ][u2 ]                  the rest, streamed through it
+disk                        [ … u7 … u8 … ]                  where states are in a file
+
+Nothing is updated before the norm is known. An update with gradients that turn out to need clipping, or not to be
+finite, could not be taken back exactly: the old states are gone, and there is no room for a second copy of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zerofold.gradients_away import AwayGradients
+from zerofold.memory import Done, TierMemory
+from zerofold.optim.away.chunks import CHUNK, Chunk, Ends, Piece, Scaling, chunks_of
+from zerofold.optim.away.from_disk import DiskUpdate
+from zerofold.optim.away.on_host import HostUpdate
+from zerofold.optim.away.through_device import DeviceUpdate
+from zerofold.optim.host_worker import HostWorker, Job
+from zerofold.placement import Tier
+from zerofold.slab import Slab
+
+TUNING_STEPS = 4
+_PAGE = 1024  # elements of 4 bytes
+
+
+@dataclass
+class SlabUpdate:
+    """One slab's update under way."""
+
+    jobs: list[Job] = field(default_factory=list)
+    ends: list[Ends] = field(default_factory=list)  # filled by the jobs
+
+    @property
+    def is_near(self) -> bool:
+        return all(job.is_done for job in self.jobs)
+
+    def wait(self) -> None:
+        for job in self.jobs:
+            job.wait()
+        for end in self.ends:
+            end.usable.wait()
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the update is shared between the host's cores and the device."""
+
+    threads: int
+    cores: frozenset[int] | None
+    device_share: float
+    tunes: bool
+    """The share follows what the first steps take."""
+
+
+@dataclass
+class Timing:
+    """What host and device took for their parts of the last update, and the share that this suggests."""
+
+    device_share: float
+    host_elements: int = 0
+    device_elements: int = 0
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
+    steps: int = 0
+    _started: float = 0.0
+
+    def begin(self) -> None:
+        self._started = time.perf_counter()
+        self.host_elements = self.device_elements = 0
+
+    def end_of_host(self) -> None:
+        self.host_seconds = time.perf_counter() - self._started
+
+    def tune(self) -> None:
+        """So that both would have ended together. After a few steps it stays: who runs it again gets the same bits from
+        then on."""
+        self.steps += 1
+        both = self.host_elements and self.device_elements and self.host_seconds and self.device_seconds
+        if both and 2 < self.steps <= 2 + TUNING_STEPS:  # the first two also compile kernels and fault memory in
+            host, device = self.host_elements / self.host_seconds, self.device_elements / self.device_seconds
+            self.device_share = round(device / (host + device) * 32) / 32
+
+
+class AwayUpdates:
+    """The workers and buffers of one model's offloaded updates."""
+
+    def __init__(self, device: torch.device, memory: TierMemory, slabs: Sequence[Slab], way: Way) -> None:
+        self._device, self._memory, self.way = device, memory, way
+        self._host_worker = HostWorker(way.threads, way.cores)
+        self._host = HostUpdate(device)
+        self._through: DeviceUpdate | None = None
+        trained = [slab for slab in slabs if slab.requires_grad and slab.is_away]
+        if way.device_share > 0 and any(slab.tier is Tier.HOST for slab in trained):
+            gradient = trained[0].gradient_dtype
+            self._through = DeviceUpdate(device, gradient, trained[0].dtypes.compute)
+            self._device_worker = HostWorker(1, None)
+        self._from_disk: DiskUpdate | None = None
+        on_disk = [slab.master.numel() for slab in trained if slab.tier is Tier.NVME]
+        if on_disk and memory.disk is not None:
+            size = min(CHUNK, -(-max(on_disk) // _PAGE) * _PAGE)
+            self._from_disk = DiskUpdate(memory, memory.disk, self._host, size)
+            self._disk_worker = HostWorker(way.threads, way.cores)
+        self._versions: dict[Slab, tuple[int, ...]] = {}  # of states in the file, as the last update left them
+        self._under_way: list[SlabUpdate] = []
+        self._last: list[Job] = []
+        self._timing = Timing(way.device_share if self._through is not None else 0.0)
+
+    @property
+    def nbytes_on_device(self) -> int:
+        return 0 if self._through is None else self._through.nbytes
+
+    def submit(self, work: Sequence[tuple[Slab, list[Piece], tuple[Tensor, Tensor]]], scaling: Scaling) -> None:
+        """`work` in the order in which the slabs are needed. Returns at once."""
+        self.finish()
+        if self.way.tunes:
+            self._timing.tune()
+        self._timing.begin()
+        queue: list[tuple[Chunk, SlabUpdate]] = []
+        for slab, pieces, moments in work:
+            if slab.tier is Tier.NVME:
+                self._bring_to_file(slab)
+            before = slab.version
+            slab.mark_changed()
+            slab.written(before)
+            self._versions[slab] = _versions(slab)
+            update = SlabUpdate()
+            slab.update = update
+            self._under_way.append(update)
+            gradients = slab.gradients
+            arrived = gradients.landed if isinstance(gradients, AwayGradients) else Done()
+            queue += [(chunk, update) for chunk in chunks_of(slab, pieces, moments, scaling, arrived)]
+        on_disk = [each for each in queue if each[0].slab.tier is Tier.NVME]
+        self._submit_from_disk(on_disk)
+        through = self._through
+        if through is not None:
+            self._last.append(self._device_worker.submit(through.begin))
+        owed = 0.5
+        for chunk, update in queue:
+            if chunk.slab.tier is Tier.NVME:
+                continue
+            owed += self._timing.device_share * chunk.size
+            if through is not None and owed >= chunk.size / 2 and through.can_take(chunk):
+                owed -= chunk.size
+                self._timing.device_elements += chunk.size
+                update.jobs.append(self._device_worker.submit(_through(through, chunk, update)))
+            else:
+                self._timing.host_elements += chunk.size
+                update.jobs.append(self._host_worker.submit(_on_host(self._host, chunk, update)))
+        if through is not None:
+            self._last.append(self._device_worker.submit(through.end))
+        self._last.append(self._host_worker.submit(self._timing.end_of_host))
+
+    def finish(self) -> None:
+        """Returns when all states are updated, where they live; raises what went wrong on the way."""
+        if not self._under_way:
+            return
+        for update in self._under_way:
+            update.wait()
+        for update in self._under_way:
+            for end in update.ends:
+                end.complete.finish()
+        for job in self._last:
+            job.wait()
+        if self._from_disk is not None:
+            self._from_disk.finish()
+        if self._through is not None:
+            self._timing.device_seconds = self._through.seconds()
+        self._under_way, self._last = [], []
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """How the last update went that is over."""
+        timing = self._timing
+        return {
+            "host_threads": float(self.way.threads),
+            "device_share": timing.device_share,
+            "host_elements": float(timing.host_elements),
+            "host_seconds": timing.host_seconds,
+            "device_elements": float(timing.device_elements),
+            "device_seconds": timing.device_seconds,
+        }
+
+    def close(self) -> None:
+        self.finish()
+        self._host_worker.close()
+        if self._through is not None:
+            self._device_worker.close()
+        if self._from_disk is not None:
+            self._disk_worker.close()
+
+    def _bring_to_file(self, slab: Slab) -> None:
+        if self._versions.get(slab) != _versions(slab):  # filled, loaded or changed by hand: in memory, not in the file
+            for state in (slab.master, *slab.moments.values()):
+                self._memory.written(state)
+
+    def _submit_from_disk(self, queue: list[tuple[Chunk, SlabUpdate]]) -> None:
+        disk = self._from_disk
+        if disk is None or not queue:
+            return
+        updates = {id(chunk): update for chunk, update in queue}
+        batches = list(disk.batches([chunk for chunk, _ in queue]))
+        for batch, following in zip(batches, [*batches[1:], []], strict=True):
+            job = self._disk_worker.submit(_from_disk(disk, batch, following, updates))
+            self._last.append(job)
+            for chunk in batch:
+                updates[id(chunk)].jobs.append(job)
+
+
+def _versions(slab: Slab) -> tuple[int, ...]:
+    return tuple(state._version for state in (slab.master, *slab.moments.values()))
+
+
+def _on_host(host: HostUpdate, chunk: Chunk, update: SlabUpdate) -> Callable[[], None]:
+    def work() -> None:
+        sent = host.run(chunk, chunk.states)
+        update.ends.append(Ends(sent, sent))
+
+    return work
+
+
+def _through(device: DeviceUpdate, chunk: Chunk, update: SlabUpdate) -> Callable[[], None]:
+    return lambda: update.ends.append(device.run(chunk))
+
+
+def _from_disk(
+    disk: DiskUpdate, batch: list[Chunk], following: list[Chunk], updates: dict[int, SlabUpdate]
+) -> Callable[[], None]:
+    def work() -> None:
+        for chunk, end in zip(batch, disk.run(batch, following), strict=True):
+            updates[id(chunk)].ends.append(end)
+
+    return work

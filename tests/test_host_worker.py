@@ -1,0 +1,102 @@
+"""The thread that updates offloaded states: order, failures, threads and cores."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from zerofold.optim.host_worker import HostWorker, host_candidates, measure_host_update
+
+
+def test_work_runs_in_order_and_beside_the_caller() -> None:
+    worker, seen, gate = HostWorker(1, None), [], threading.Event()
+    jobs = [worker.submit(lambda: seen.append(gate.wait(10)))]
+    jobs += [worker.submit(lambda index=index: seen.append(index)) for index in range(3)]
+    assert not any(job.is_done for job in jobs)
+    gate.set()
+    jobs[-1].wait()
+    assert seen == [True, 0, 1, 2]
+    assert all(job.is_done for job in jobs)
+    worker.close()
+
+
+def test_a_failure_takes_the_rest_of_its_step_with_it_and_no_more() -> None:
+    worker, seen, gate = HostWorker(1, None), [], threading.Event()
+
+    def broken_update() -> None:
+        raise ZeroDivisionError("unit 3")
+
+    before = worker.submit(lambda: seen.append("before"))
+    failed = worker.submit(broken_update)
+    held = worker.submit(lambda: seen.append("never"))
+    before.wait()
+    while not held.is_done:
+        time.sleep(0.001)
+    later = worker.submit(lambda: (gate.wait(10), seen.append("never")))  # nobody knows of the failure yet
+    with pytest.raises(ZeroDivisionError, match="unit 3") as error:
+        held.wait()
+    assert "broken_update" in [entry.name for entry in error.traceback]
+    new = worker.submit(lambda: seen.append("new"))
+    gate.set()
+    for job in (failed, later):
+        with pytest.raises(ZeroDivisionError) as again:
+            job.wait()
+        assert again.value is error.value
+    new.wait()
+    worker.close()
+    assert seen == ["before", "new"]
+
+
+def test_closing_raises_a_failure_that_nobody_has_seen() -> None:
+    worker = HostWorker(1, None)
+    worker.submit(lambda: [][0])  # type: ignore[arg-type, return-value]
+    with pytest.raises(IndexError):
+        worker.close()
+
+
+def affinity_of_threads() -> dict[int, frozenset[int]]:
+    return {int(name): frozenset(os.sched_getaffinity(int(name))) for name in os.listdir("/proc/self/task")}
+
+
+def test_the_worker_has_threads_and_cores_of_its_own() -> None:
+    of_caller, cores, before = torch.get_num_threads(), os.sched_getaffinity(0), affinity_of_threads()
+    one_core, seen = frozenset([min(cores)]), []
+    worker = HostWorker(3, one_core)
+    values = torch.zeros(2**20)
+    # An operation starts the worker's team.
+    worker.submit(lambda: seen.extend([torch.get_num_threads(), values.add_(1) is values])).wait()
+    team = {thread: mask for thread, mask in affinity_of_threads().items() if thread not in before}
+    assert list(team.values()) == [one_core] * 3
+    assert seen == [3, True]
+    # Neither this thread nor one that starts later is changed.
+    assert torch.get_num_threads() == of_caller
+    assert os.sched_getaffinity(0) == cores
+    newcomer = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    newcomer.start()
+    newcomer.join()
+    assert seen[-1] == of_caller
+    worker.close()
+
+
+def test_wrong_threads_and_cores_are_named() -> None:
+    with pytest.raises(ValueError, match="threads=0: a worker needs 1 or more"):
+        HostWorker(0, None)
+    with pytest.raises(ValueError, match=r"cores=\[4095\]: this process may use \[0"):
+        HostWorker(1, frozenset([4095]))
+
+
+def test_the_measured_choice_is_one_of_the_candidates_and_keeps_to_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = host_candidates()  # depend on the core that this thread is on just now
+    speed = measure_host_update(2**20, candidates=candidates)
+    assert (speed.threads, speed.cores) in candidates
+    assert 1e6 < speed.parameters_per_second < 1e11
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr("zerofold.optim.host_worker.usable_cores", lambda: 4)
+    assert host_candidates() == [(4, None), (3, None), (2, None)]
+    monkeypatch.setattr("zerofold.optim.host_worker.usable_cores", lambda: 64)
+    bound = [(threads, cores) for threads, cores in host_candidates() if cores is not None]
+    assert [(threads, len(cores)) for threads, cores in bound] == [(63, 63), (62, 62)]

@@ -1,0 +1,103 @@
+"""States on the host and in a file: every placement trains to the bits of none, on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofold as zf
+
+PLACES: dict[str, dict[str, Any]] = {
+    "optimizer": {"optimizer": "host"},
+    "all": {"optimizer": "host", "parameters": "host"},
+    "gradients stay": {"optimizer": "host", "gradients": "device"},
+    "half": {"optimizer": 0.5},
+    "file": {"optimizer": "nvme"},
+    "file, gradients too": {"optimizer": "nvme", "gradients": "nvme"},
+    "file, parameters on the host": {"optimizer": "nvme", "parameters": "host"},
+    "all in the file": {"optimizer": "nvme", "parameters": "nvme"},
+    "gradients alone": {"optimizer": "device", "gradients": "host"},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(96, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), Block(), Block(), nn.Linear(32, 16))
+
+
+def prepared(offload: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return zf.prepare(model, optimizer, units=Block, offload=offload, **options)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, *, first: int = 0, backwards: int = 1
+) -> None:
+    for step in range(first, first + steps):
+        for part in range(backwards):
+            batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + part))
+            (model(batch).float() ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    faces = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [zf.full(p) for p in faces]
+    return found + [zf.full(optimizer.state[p][name]) for p in faces for name in ("exp_avg", "exp_avg_sq")]
+
+
+def result(offload: Any, *, backwards: int = 1, **options: Any) -> list[Tensor]:
+    options = {"clip": 0.5, "one_pass": True} | options
+    model, optimizer = prepared(offload, accumulate=backwards, **options)
+    train(model, optimizer, 3, backwards=backwards)
+    found = states(model, optimizer)
+    zf.close(model)
+    return found
+
+
+def places_that_differ(folder: str, stages: list[int], precisions: list[Any], backwards: int) -> list[str]:
+    """Each placement against none, which must give the same bits."""
+    wrong = []
+    for stage in stages:
+        for precision in precisions:
+            options: dict[str, Any] = {"stage": stage, "precision": precision, "backwards": backwards}
+            if stage == 0 and precision is None:  # nothing is cut there, so the one pass has nothing to work on
+                continue
+            expected = result(None, **options)
+            for name, place in PLACES.items():
+                if "parameters" in place and stage < 3:
+                    continue
+                offload = place | ({"path": folder} if "nvme" in place.values() else {})
+                found = result(offload, **options)
+                if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+                    wrong.append(f"{name} at stage {stage}, {precision}")
+    return wrong
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_one_rank_trains_to_the_same_bits_wherever_its_states_are(
+    ranks: Callable[..., list[Any]], tmp_path: Any, backwards: int
+) -> None:
+    assert ranks(1, places_that_differ, str(tmp_path), [1, 3], ["bf16", None], backwards) == [[]]
+
+
+@pytest.mark.parametrize(("world", "stages"), [(2, [3]), (2, [0, 1, 2]), (4, [2, 3])])
+def test_ranks_train_to_the_same_bits_wherever_their_states_are(
+    ranks: Callable[..., list[Any]], tmp_path: Any, world: int, stages: list[int]
+) -> None:
+    assert ranks(world, places_that_differ, str(tmp_path), stages, ["bf16", None], 1) == [[]] * world
