@@ -11,9 +11,9 @@ end of backward      a callback of the engine, queued by the first event, which 
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zerofold.boundary import Boundary
+from zerofold.calls import Accumulation, Calls, UnitCall
 from zerofold.comm import CommError
 from zerofold.nested import tensors_in
 from zerofold.reduction_order import ReductionOrder
@@ -55,18 +56,17 @@ class Hooks:
         self._before_anything, self._check = before_anything, check
         self._handles: list[RemovableHandle] = []
         self._modules: dict[Unit, list[nn.Module]] = {}
-        self._lent: dict[Unit, nn.Module] = {}  # units gathered for one module inside them
         self._unit_of: dict[nn.Module, Unit] = {}  # units themselves, and modules that hold their parameters
         # The same two on all modules: with others on each block, torch.compile would make a graph for each.
         self._inner_hooks = _InnerHook(self._before_inner), _InnerHook(self._after_inner)
         hook = _unit_hook()
         self._root_hooks = hook(self._before_inner), hook(self._after_inner)
-        self._running: list[_UnitCall] = []  # forwards under way, innermost last
-        self._inner_call: nn.Module | None = None  # a module inside a unit that the user has called
+        self._calls = Calls()
+        self._accumulation: Accumulation | None = None
         self._outermost: set[Unit] = set()  # units that the user called himself, last time
         # Forwards whose backward may still come. Autograd's nodes keep them alive; a dropped graph drops them.
-        self._waiting: WeakSet[_UnitCall] = WeakSet()
-        self._begun: list[_UnitCall] = []  # in this backward
+        self._waiting: WeakSet[UnitCall] = WeakSet()
+        self._begun: list[UnitCall] = []  # in this backward
         self._callback_queued = False
         self.out_of_memory: Callable[[BaseException | None], None] = lambda error: None  # called with it
         self.before_backward: Callable[[], None] = lambda: None  # may refuse it
@@ -120,26 +120,28 @@ class Hooks:
         if torch.compiler.is_compiling():
             return None
         unit = self._unit_of[module]
-        if self.schedule.is_in_use(unit) or (unit in self._lent and self.schedule.is_kept(unit)):
+        # Other micro-batches may use it too.
+        is_in_use = self.schedule.is_in_use(unit) and not (self._accumulation is not None and self._is_outside())
+        if is_in_use or (unit in self._calls.lent and self.schedule.is_kept(unit)):
             return None
-        if self._inner_call is module:
-            self._inner_call = None  # its last call raised
+        if self._calls.inner is module:
+            self._calls.inner = None  # its last call raised
         is_outermost = self._enter_forward()
-        self._inner_call = module if is_outermost else self._inner_call
-        self._lent[unit] = module
+        self._calls.inner = module if is_outermost else self._calls.inner
+        self._calls.lent[unit] = module
         self.schedule.lend(unit)
         unit.check_in_place()
         return self.boundary.enter(args, {})[0] if is_outermost else None
 
     def _after_inner(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling() or self._lent.get(self._unit_of[module]) is not module:
+        if torch.compiler.is_compiling() or self._calls.lent.get(self._unit_of[module]) is not module:
             return None
         unit = self._unit_of[module]
-        del self._lent[unit]
-        is_outermost = self._inner_call is module
-        self._inner_call = None if is_outermost else self._inner_call
+        del self._calls.lent[unit]
+        is_outermost = self._calls.inner is module
+        self._calls.inner = None if is_outermost else self._calls.inner
         self._refuse_views_of_parameters(unit, output)
-        if not self._await_backward(_UnitCall(unit), output):
+        if not self._await_backward(UnitCall(unit), output):
             self.schedule.take_back(unit)  # otherwise it stays until backward ends
         return self.boundary.leave(output, module.modules(), is_recomputed=False) if is_outermost else None
 
@@ -163,32 +165,39 @@ class Hooks:
 
     def _is_outside(self) -> bool:
         """No forward is under way: a call is the user's own, not one module's of another."""
-        return not self._running and self._inner_call is None and not in_backward()
+        calls = self._calls
+        return not (calls.running or calls.inner is not None or in_backward() or self.schedule.retraces)
 
     def _enter_forward(self) -> bool:
         """Whether it is an outermost one."""
         if not self._is_outside():
             return False
-        self._forget_broken_backward()
+        if self._accumulation is None:  # otherwise that of other micro-batches, which is not over
+            self._forget_broken_backward()
         self.schedule.end_steps()
         self.reductions.watch_for_updates()
         self._before_anything()
         return True
 
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if unit is self.schedule.root and not self._running:
-            self._inner_call = None  # whatever came before has ended, or raised
-        call = _UnitCall(unit)
+        if unit is self.schedule.root and not self._calls.running:
+            self._calls.inner = None  # whatever came before has ended, or raised
+        call = UnitCall(unit)
         if not in_backward():
             call.is_outermost = self._enter_forward()
             self._outermost.add(unit) if call.is_outermost else self._outermost.discard(unit)
         else:  # recomputed: as it was the first time
-            call.is_outermost = not self._running and unit in self._outermost
+            call.is_outermost = not self._calls.running and unit in self._outermost
         if call.is_outermost:
             args, kwargs = self.boundary.enter(args, kwargs)
-        self._running.append(call)
+        self._calls.running.append(call)
+        is_cut_out = self._accumulation is not None and self._accumulation.arrive(unit)
         self.schedule.before_forward(unit)
         unit.check_in_place()
+        if is_cut_out:
+            assert self._accumulation is not None
+            call.is_cut_out = True
+            return self._accumulation.enter(unit, args, kwargs)
         if not torch.is_grad_enabled():
             return args, kwargs
         if any(_is_leaf_with_grad(value) for value in (*args, *kwargs.values())):
@@ -201,22 +210,26 @@ class Hooks:
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
         if isinstance(sys.exc_info()[1], CommError):
-            self._running.clear()  # the forward has raised it, and waiting for what is under way would raise it again
+            self._calls.running.clear()  # raised by the forward; to wait for what is under way would raise it again
             return None
         if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
             self.out_of_memory(sys.exc_info()[1])
-        if not self._running:
+        if not self._calls.running:
             return None  # it was refused before it began
-        call = self._running.pop()
+        call = self._calls.running.pop()
+        self._refuse_views_of_parameters(unit, output)
+        if call.is_cut_out and self._accumulation is not None:
+            output = self._accumulation.leave(output)
+            self.schedule.after_forward(unit, expects_backward=True, keep=False)
+            return self.boundary.leave(output, (), is_recomputed=False) if call.is_outermost else output
         awaits = self._await_backward(call, output)
         keep = torch.is_grad_enabled() and not awaits and output is not None and call.might_get_gradients()
-        self._refuse_views_of_parameters(unit, output)
         self.schedule.after_forward(unit, expects_backward=awaits, keep=keep)
         if not call.is_outermost:
             return None
         return self.boundary.leave(output, unit.module.modules(), is_recomputed=in_backward())
 
-    def _await_backward(self, call: _UnitCall, output: Any) -> bool:
+    def _await_backward(self, call: UnitCall, output: Any) -> bool:
         """Whether anything that came out may lead backward into the call; if so, it will be noticed."""
         outputs = list(tensors_in(output)) if torch.is_grad_enabled() else []
         # Results left on modules (auxiliary losses) take part in backward like outputs.
@@ -248,7 +261,7 @@ class Hooks:
 
     # backward
 
-    def _begin_call(self, call: _UnitCall, gradients: Any) -> None:
+    def _begin_call(self, call: UnitCall, gradients: Any) -> None:
         """A node that made one of the call's outputs is about to run."""
         self._enter_backward()
         if not call.begun:
@@ -256,16 +269,18 @@ class Hooks:
             self._begun.append(call)
             self.schedule.before_backward(call.unit)
 
-    def _end_call_once(self, call: _UnitCall, gradients: Any) -> None:
+    def _end_call_once(self, call: UnitCall, gradients: Any) -> None:
         """A node that made one of the call's inputs is about to run.
 
         Autograd runs later nodes first, and whatever made an input came before all nodes of this call: the first such
         node means that the call's own are through.
         """
+        if self._accumulation is not None and call.unit in self._accumulation.glue:
+            return  # it is gone through piece by piece, and there is no saying which is the last
         if call.begun and not call.ended:
             self._end_call(call)
 
-    def _end_call(self, call: _UnitCall) -> None:
+    def _end_call(self, call: UnitCall) -> None:
         call.ended = True
         if torch.is_grad_enabled():
             return  # create_graph: a second backward will read the weights again
@@ -287,10 +302,41 @@ class Hooks:
         self.boundary.end_backward()
         self._forget_begun()
         if not torch.is_grad_enabled():
-            self._lent.clear()
+            self._calls.lent.clear()
             self.schedule.end_backward()
         self._check()
         self.reductions.end_backward()
+
+    # all micro-batches of a step at once
+
+    def begin_accumulation(self, accumulation: Accumulation) -> None:
+        if not self._calls.running:
+            self._calls.inner = None  # whatever came before has ended, or raised
+        if self._accumulation is not None or not self._enter_forward():
+            raise RuntimeError(
+                "zf.accumulate was called inside a forward or a backward of the same model: call it outside"
+            )
+        self.before_backward()
+        self._accumulation, self._callback_queued = accumulation, True
+        self.reductions.begin_accumulation(late=accumulation.glue)
+
+    def end_accumulation(self, *, is_complete: bool, waits: bool = True) -> None:
+        self._accumulation, self._calls = None, Calls()
+        self.schedule.end_accumulation()
+        if is_complete:
+            with torch.no_grad():
+                self._end_backward()
+        elif waits:
+            self._forget_broken_backward()
+
+    @contextmanager
+    def resumed(self, calls: Calls) -> Iterator[None]:
+        """What comes now belongs to another flow of forwards."""
+        self._calls, before = calls, self._calls
+        try:
+            yield
+        finally:
+            self._calls = before
 
     def _forget_broken_backward(self) -> None:
         """An exception inside an earlier backward kept its end from being called."""
@@ -335,20 +381,6 @@ def _unit_hook() -> type[_InnerHook]:
         __call__ = _untraced(_InnerHook.__call__)
 
     return UnitHook
-
-
-@dataclasses.dataclass(eq=False)
-class _UnitCall:
-    """One forward of a unit, until its backward is through."""
-
-    unit: Unit
-    is_outermost: bool = False
-    has_input_gradient: bool = False
-    begun: bool = False
-    ended: bool = False
-
-    def might_get_gradients(self) -> bool:
-        return self.has_input_gradient or bool(self.unit.trainable_slabs)
 
 
 def _is_leaf_with_grad(value: Any) -> bool:

@@ -46,6 +46,7 @@ class ReductionOrder:
         self._gather_tag = 0
         self._backwards = 0  # since the last reduction or step
         self._syncing = True
+        self._by_unit = False  # a slab is complete when its unit is said to be, however many gradients arrive
         self._across = True  # reductions of this backward go on across groups
         self._has_partial = False  # a backward ended without the whole of its reduction, on all ranks alike
         self._versions_at_reduction: list[int] | None = None  # of all shards, until somebody is seen to update them
@@ -62,12 +63,19 @@ class ReductionOrder:
         is_last = self._backwards >= self.accumulate if self.ends_step is None else self.ends_step
         self._syncing = not self.suspended and (is_last or self.row.gradients.is_cut)
         self._across = is_last
-        self._complete, self._launched, self._arrivals = [], 0, {}
+        self._complete, self._launched, self._arrivals, self._by_unit = [], 0, {}, False
+
+    def begin_accumulation(self, late: list[Unit]) -> None:
+        """All micro-batches of a step at once. `late` units are complete at its end only, so the others come first."""
+        self.begin_backward()
+        self._syncing, self._across, self._by_unit = not self.suspended, True, True
+        slabs = {slab for unit in late for slab in unit.slabs}
+        self._expected.sort(key=lambda slab: slab in slabs)
 
     def arrived(self, slab: Slab) -> None:
         """One more gradient of `slab` is there; the last one completes it."""
         self._arrivals[slab] = self._arrivals.get(slab, 0) + 1
-        if self._arrivals[slab] == len(slab.parameters):
+        if self._arrivals[slab] == len(slab.parameters) and not self._by_unit:
             self._completed(slab)
 
     def ended(self, unit: Unit) -> None:

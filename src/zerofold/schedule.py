@@ -36,6 +36,7 @@ class Schedule:
         self.holders = 0  # full_params contexts we are in: everything stays gathered
         self.shows_masters = False  # in them, instead of what forward computes with otherwise
         self.peak_live_bytes = 0
+        self.retraces = False  # forwards are recomputations for a backward, outside of autograd too
         self._order: list[Unit] = units[1:]  # the last forward's order; at first the order of definition
         self._trace: list[Unit] = []  # this forward's order so far
         self._position = 0  # in _order while forward runs, in _trace while backward runs
@@ -54,7 +55,7 @@ class Schedule:
     # forward
 
     def before_forward(self, unit: Unit) -> None:
-        if not in_backward():
+        if not self._goes_back() and unit not in self._in_forward:
             self._follow(unit)
         self._use(unit, self._in_forward)
 
@@ -63,7 +64,7 @@ class Schedule:
         self._in_forward = self._in_forward - Counter([unit])
         if keep:
             self._kept.add(unit)
-        if in_backward() or self._is_pinned(unit):
+        if self._goes_back() or self._is_pinned(unit):
             return
         if unit is self.root and not expects_backward:
             self._forget(self.units)
@@ -74,8 +75,6 @@ class Schedule:
 
     def _follow(self, unit: Unit) -> None:
         if unit is self.root:
-            if self.root in self._in_forward:
-                return  # a model that calls itself
             self._order, self._trace, self._position = self._trace or self._order, [], 0
             return
         if len(self._trace) > 4 * len(self.units):  # units called without their root, again and again
@@ -101,6 +100,10 @@ class Schedule:
         self._in_backward.clear()
         self._forget(self.units)
         self.release_all()
+
+    def end_accumulation(self) -> None:
+        self.retraces = False
+        self._in_forward.clear()
 
     # gathering
 
@@ -259,8 +262,11 @@ class Schedule:
             if not self._is_pinned(unit):
                 self._release(unit)
 
+    def _goes_back(self) -> bool:
+        return self.retraces or in_backward()
+
     def _upcoming(self, expects_backward: bool) -> Iterator[Unit]:
-        if in_backward():
+        if self._goes_back():
             yield from reversed(self._trace[: self._position])
             return
         yield from self._order[self._position :]
