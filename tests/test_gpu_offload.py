@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.test_offload import PLACES, Block
+from tests.test_offload import PLACES, Block, result
 from torch import Tensor, nn
 
 import zerofold as zf
 from zerofold.engine import Engine
-from zerofold.optim.away import chunks, from_disk, through_device, updates
+from zerofold.optim.away import chunks, start, through_device, updates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+alone = pytest.mark.usefixtures("one_rank")
 
 SMALL_CHUNK = 2**12  # so that a small model has many
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (chunks, from_disk, through_device, updates):
+    for module in (chunks, through_device, updates, start):
         monkeypatch.setattr(module, "CHUNK", SMALL_CHUNK)
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -66,6 +67,7 @@ def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
     )
 
 
+@alone
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("name", list(PLACES))
@@ -82,15 +84,18 @@ def test_every_placement_trains_as_none(
     assert largest_difference(found, expected) < 6e-6  # 1e-6 for each of six steps
 
 
+@alone
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_other_rows(stage: int) -> None:
     assert largest_difference(train({"optimizer": "host"}, stage=stage), train(None, stage=stage)) < 6e-6
 
 
+@alone
 def test_the_share_is_tuned_and_training_goes_on_the_same() -> None:
     assert largest_difference(train({"optimizer": "host"}, steps=10), train(None, steps=10)) < 1e-5
 
 
+@alone
 def test_host_states_leave_the_device(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -109,6 +114,7 @@ def test_host_states_leave_the_device(tmp_path: Path) -> None:
     zf.close(model)
 
 
+@alone
 def test_a_skipped_step_changes_nothing() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -130,3 +136,19 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert all(torch.equal(a, zf.full(b)) for a, b in zip(before, model.parameters(), strict=True))
     assert step(1.0).isfinite()  # parameters, whose place the gradients had, are there again
     zf.close(model)
+
+
+def ranks_that_differ() -> dict[str, float]:
+    found = {}
+    for stage in (2, 3):
+        expected = result(None, stage=stage, precision="bf16", device="cuda")
+        for name in ("optimizer", "all", "gradients stay"):
+            if stage == 3 or name != "all":
+                other = result(PLACES[name], stage=stage, precision="bf16", device="cuda")
+                found[f"{name}, {stage}"] = largest_difference(other, expected)
+    return found
+
+
+def test_two_ranks_that_share_a_gpu(ranks: Any) -> None:
+    for found in ranks(2, ranks_that_differ):
+        assert max(found.values()) < 3e-6, found

@@ -1,6 +1,7 @@
 """zerofold: train models whose states do not fit one device, on plain PyTorch."""
 
 from zerofold.access import clip_grad_norm_, clip_grad_value_, full, full_grad, full_params, last_step, ledger, no_sync
+from zerofold.accumulate import accumulate
 from zerofold.checkpoint.contents import CheckpointError
 from zerofold.checkpoint.export import export
 from zerofold.checkpoint.load import load
@@ -38,6 +39,7 @@ __all__ = [
     "Samples",
     "Saving",
     "ShardedParameter",
+    "accumulate",
     "add_config_arguments",
     "attach",
     "clip_grad_norm_",

@@ -74,7 +74,8 @@ class AwayGradients(FaceGradients):
         arrived = [(i, g) for i, g in enumerate(local) if g is not None and i not in self.staying]
         if not arrived:
             return
-        if any(self._has_earlier(index) for index, _ in arrived) and self.room.dtype is not self.dtypes.accumulation:
+        is_sum = any(self._has_earlier(i) or g.dtype.itemsize > self.room.dtype.itemsize for i, g in arrived)
+        if is_sum and self.room.dtype is not self.dtypes.accumulation:
             self._widen()
         with self._transfers.down():
             sent = []
@@ -110,10 +111,10 @@ class AwayGradients(FaceGradients):
         return True
 
     def _widen(self) -> None:
-        """A second backward came before the step, and the first gradient has room for 16 bits only."""
+        """Several micro-batches make a step, and there is room for the 16-bit gradient of one."""
         warnings.warn(
-            "a second backward came before optimizer.step(), so gradients need fp32 sums that nobody has planned "
-            "memory for: pass accumulate= (the number of backwards in a step) to zf.prepare",
+            "gradients of several micro-batches add up in fp32, and nobody has planned host memory for that: pass "
+            "accumulate= (the number of micro-batches in a step) to zf.prepare",
             stacklevel=2,
         )
         self.finish()

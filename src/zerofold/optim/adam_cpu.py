@@ -33,11 +33,13 @@ def update(
     clip_value: float | None,
     *,
     block: int | None = None,
+    room: Room | None = None,
 ) -> None:
-    """See `onepass.adam`. `block` is another number of elements per thread, to measure with; no bit depends on it."""
+    """See `onepass.adam`. `block` is another number of elements per thread; no bit depends on it. `room` is kept by who
+    updates many small pieces: new memory would cost page faults every time."""
     fused = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
     size = min((block or BLOCK) * torch.get_num_threads(), max(each.master.numel() for each in tensors))
-    room = _Room(size)
+    room = room or Room(size)
     steps = {each.step: torch.tensor(float(each.step)) for each in tensors}
     if scale is not None and scale.item() == 1.0:  # the usual coefficient where clipping does not bind
         scale = None
@@ -92,11 +94,11 @@ def _blocks(each: AdamTensors, size: int) -> Iterator[tuple[Tensor, ...]]:
         yield from zip(*(t[start : start + stride].split(size) for t in flat), strict=True)
 
 
-class _Room:
+class Room:
     """Memory for one block of each tensor that needs some, made when first needed."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self._size = size  # at least the elements of a block
         self._places: dict[int | str, Tensor] = {}
 
     def fp32(self, place: int, source: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ class _Noises:
     which is a multiple of four, nor on the number of threads.
     """
 
-    def __init__(self, each: AdamTensors, room: _Room) -> None:
+    def __init__(self, each: AdamTensors, room: Room) -> None:
         self.wanted = any(t.dtype != torch.float32 for t in (each.master, each.exp_avg, each.exp_avg_sq))
         if self.wanted:
             seeds = random.Random(each.seed)  # torch's CPU generator would see the lower half of the seed alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor
 
 from zerofold.memory import Done
+from zerofold.optim import adam_cpu
 from zerofold.optim.away.chunks import Chunk, Piece
-from zerofold.optim.onepass import adam
+
+BLOCK = (
+    2**17
+)  # elements of a thread: what it casts stays in its own cache, while copies over the bus pass the shared one
 
 
 class HostUpdate:
@@ -19,6 +24,7 @@ class HostUpdate:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._rooms = threading.local()  # of each worker
         self._up: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, chunk: Chunk, states: Sequence[Tensor]) -> Done:
@@ -30,13 +36,21 @@ class HostUpdate:
         gradients = [piece.gradient.cpu() for piece in chunk.pieces]  # the same memory where it is on the host
         copies = [self._room_for_copy(chunk, piece, g) for piece, g in zip(chunk.pieces, gradients, strict=True)]
         made = copies if chunk.kernel_makes_copy else [None] * len(copies)
-        for settings, tensors in chunk.tensors(states, gradients, made):
-            adam(tensors, settings, scale=chunk.scaling.tensor("cpu"), clip_value=chunk.scaling.clip_value)
+        with torch.no_grad():
+            for settings, tensors in chunk.tensors(states, gradients, made):
+                scale, clip_value = chunk.scaling.tensor("cpu"), chunk.scaling.clip_value
+                adam_cpu.update(tensors, settings, scale, clip_value, block=BLOCK, room=self._room())
         if chunk.copy is None:
             return Done()
         if not chunk.kernel_makes_copy:
             copies = list(chunk.masters(states[0]))
         return self._send(chunk, copies)
+
+    def _room(self) -> adam_cpu.Room:
+        if not hasattr(self._rooms, "room"):
+            self._rooms.room = adam_cpu.Room(BLOCK * torch.get_num_threads())
+        room: adam_cpu.Room = self._rooms.room
+        return room
 
     def _room_for_copy(self, chunk: Chunk, piece: Piece, gradient: Tensor) -> Tensor | None:
         """The copy itself where it is in host memory, else the place of the gradient: it has been read by then."""

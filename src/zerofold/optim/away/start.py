@@ -7,12 +7,15 @@ import torch
 from zerofold.engine import Engine
 from zerofold.offload.budget import device_memory
 from zerofold.offload.wishes import AUTO
+from zerofold.optim.away.chunks import CHUNK
 from zerofold.optim.away.updates import AwayUpdates, Way
 from zerofold.optim.host_worker import HostSpeed, measure_host_update
 from zerofold.placement import Tier
 
 FIRST_SHARE = 0.6  # of the elements go through the device, until steps have been timed
 SAFE_PART = 0.9  # of the device's memory
+AHEAD_PART = 0.125  # of what then is left
+MOST_AHEAD = 16  # chunks, 3.2 GB
 
 
 def updates_of(engine: Engine) -> AwayUpdates:
@@ -33,18 +36,25 @@ def _way(engine: Engine) -> Way:
         return Way(threads or torch.get_num_threads(), None, 0.0, tunes=False)
     speed = HostSpeed(threads, None, 0.0) if threads is not None else measure_host_update()
     first = FIRST_SHARE if share is None else share
-    return Way(speed.threads, speed.cores, first, tunes=share is None, keeps_gradients=_has_room(engine, first))
+    room = _room_on_device(engine)
+    gradients = first * _gradient_bytes(engine)
+    keeps = gradients < room
+    ahead = int(max(0.0, room - gradients) * AHEAD_PART / (3 * 4 * CHUNK)) if keeps and share != 0 else 0
+    return Way(speed.threads, speed.cores, first, share is None, keeps_gradients=keeps, ahead=min(ahead, MOST_AHEAD))
 
 
-def _has_room(engine: Engine, share: float) -> bool:
-    """Whether gradients of what streams through the device can wait there. By now a backward has shown what it needs;
-    who sends parameters away as well, or says where gradients go, wants the device's memory for something else."""
+def _room_on_device(engine: Engine) -> float:
+    """Of the device's memory, that nobody has needed until now; a forward and a backward have been. Who sends
+    parameters away as well, or says where gradients go, wants it for something else."""
     wish = engine.offloading.wish
     tiers = [slab.tiers for slab in engine.slabs() if slab.is_away]
     if wish is None or wish.gradients != AUTO or any(each.parameters is not Tier.DEVICE for each in tiers):
-        return False
-    streamed = [slab for slab in engine.slabs() if slab.requires_grad and slab.tier is Tier.HOST]
-    wanted = share * sum(slab.master.numel() * slab.gradient_dtype.itemsize for slab in streamed)
+        return 0.0
     limit = device_memory(engine.device)
     limit = limit if wish.device_limit is None else min(limit, wish.device_limit)
-    return torch.cuda.max_memory_allocated(engine.device) + wanted < SAFE_PART * limit
+    return SAFE_PART * limit - torch.cuda.max_memory_allocated(engine.device)
+
+
+def _gradient_bytes(engine: Engine) -> int:
+    streamed = [slab for slab in engine.slabs() if slab.requires_grad and slab.tier is Tier.HOST]
+    return sum(slab.master.numel() * slab.gradient_dtype.itemsize for slab in streamed)

@@ -1,13 +1,16 @@
 """Chunks that stream through the device: states come up, are updated there, and go down again.
 
-up       [c0][c1][c2][c3]          master and moments (12 bytes a parameter), and the gradient if it is on the host
-kernel       [k0][k1][k2]
-down             [c0][c1]          the bus carries both directions at once
+up       [c0][c1][c2][c3]        [c0]   master and moments (12 bytes a parameter), and the gradient if it is on the host
+kernel       [k0][k1][k2][k3]
+down             [c0][c1][c2][c3]       the bus carries both directions at once
 
-The bus and the host's cores share the host's memory, yet together they update half as fast again as either alone.
+The bus and the host's cores share the host's memory, yet together they update half as fast again as either alone. Where
+the device has room, the first chunks come up again at the end, and wait there for the next step.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -22,40 +25,61 @@ SLOTS = 4  # chunks on their way at once
 class _Slot:
     """Device memory for one chunk."""
 
-    def __init__(self, device: torch.device, gradient: torch.dtype, copy: torch.dtype) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.states = tuple(torch.empty(CHUNK, device=device) for _ in range(3))
-        self.gradient = torch.empty(CHUNK, dtype=gradient, device=device)
-        self.copy = torch.empty(CHUNK, dtype=copy, device=device)
+        self._others: dict[str, Tensor] = {}
         self.free = torch.cuda.Event(blocking=True)  # after which it may be filled again
+
+    def room(self, name: str, dtype: torch.dtype) -> Tensor:
+        """For gradients that come up, or copies that go down; made when first needed."""
+        if name not in self._others:
+            self._others[name] = torch.empty(CHUNK, dtype=dtype, device=self.states[0].device)
+        return self._others[name]
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.states, self.gradient, self.copy))
+        return sum(t.nbytes for t in (*self.states, *self._others.values()))
 
 
 class DeviceUpdate:
     """Runs in the thread of a worker, which sets the copies and kernels going and never waits for them."""
 
-    def __init__(self, device: torch.device, gradient: torch.dtype, copy: torch.dtype) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, ahead: int) -> None:
+        """`ahead`: chunks that wait on the device for the next step."""
+        self._device, self._ahead = device, ahead
         self._up, self._kernel, self._down = (torch.cuda.Stream(device) for _ in range(3))
-        self._slots = [_Slot(device, gradient, copy) for _ in range(SLOTS)]
-        self._next = 0
+        self._slots = deque(_Slot(device) for _ in range(SLOTS + ahead))  # free the longest first
+        self._staged: dict[tuple[object, int, int], _Slot] = {}
+        self._first: list[Chunk] = []  # of this step, as many as can wait for the next
         self._times = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     @property
     def nbytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots)
+        return sum(slot.nbytes for slot in (*self._slots, *self._staged.values()))
 
-    def begin(self) -> None:
-        """What the step before has sent down may come up again now."""
+    def begin(self, changed: set[object]) -> None:
+        """What the step before has sent down may come up again now. `changed`: slabs that somebody else has changed."""
         torch.cuda.set_device(self._device)
+        self._first = []
+        for key in [key for key in self._staged if key[0] in changed]:
+            self._slots.appendleft(self._staged.pop(key))
         self._up.wait_stream(self._down)
         self._up.wait_stream(torch.cuda.default_stream(self._device))
         self._times[0].record(self._up)
 
     def end(self) -> None:
+        """All chunks are on their way."""
         self._times[1].record(self._down)
+        for left in self._staged.values():  # not part of this step
+            self._slots.appendleft(left)
+        self._staged = {}
+        if self._first:
+            self._up.wait_stream(self._down)  # they have gone down long since
+        for chunk in self._first:
+            slot = self._take_slot()
+            with torch.cuda.stream(self._up):
+                self._bring(chunk, slot)
+            self._staged[_key(chunk)] = slot
 
     def seconds(self) -> float:
         """Between the two, on the device, when both are over."""
@@ -64,16 +88,14 @@ class DeviceUpdate:
 
     def run(self, chunk: Chunk) -> Ends:
         torch.cuda.set_device(self._device)
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % SLOTS
-        # The host waits, not the stream: streams share the queues of the hardware, and a long row of copies that are
-        # not yet due would hold up those of other streams behind it (measured: the whole forward).
-        slot.free.synchronize()
+        slot = self._staged.pop(_key(chunk), None)
+        is_here = slot is not None
+        slot = slot or self._take_slot()
         states = [held[: chunk.size] for held in slot.states]
         with torch.cuda.stream(self._up):
             chunk.arrived.wait()
-            for here, there in zip(states, chunk.states, strict=True):
-                here.copy_(there, non_blocking=True)
+            if not is_here:
+                self._bring(chunk, slot)
             gradients = [self._brought(chunk, piece.start, piece.gradient, slot) for piece in chunk.pieces]
             arrived = self._up.record_event()
         with torch.cuda.stream(self._kernel):
@@ -97,15 +119,30 @@ class DeviceUpdate:
                     target.copy_(source, non_blocking=True)
             slot.free = torch.cuda.Event(blocking=True)
             slot.free.record(self._down)
-        is_here = chunk.copy is not None and chunk.copy.device.type != "cpu"
-        return Ends(Done(updated if is_here else slot.free), Done(slot.free))
+        self._slots.append(slot)
+        if len(self._first) < self._ahead:
+            self._first.append(chunk)
+        is_used_here = chunk.copy is not None and chunk.copy.device.type != "cpu"
+        return Ends(Done(updated if is_used_here else slot.free), Done(slot.free))
+
+    def _take_slot(self) -> _Slot:
+        slot = self._slots.popleft()
+        # The host waits, not the stream: streams share the queues of the hardware, and a long row of copies that are
+        # not yet due would hold up those of other streams behind it (measured: the whole forward).
+        slot.free.synchronize()
+        return slot
+
+    def _bring(self, chunk: Chunk, slot: _Slot) -> None:
+        for here, there in zip(slot.states, chunk.states, strict=True):
+            here[: chunk.size].copy_(there, non_blocking=True)
 
     def _brought(self, chunk: Chunk, start: int, gradient: Tensor, slot: _Slot) -> Tensor:
         if gradient.device.type != "cpu":
             gradient.record_stream(self._kernel)  # its owner may let go of it before the kernel has read it
             return gradient
         first = start - chunk.start
-        return slot.gradient[first : first + gradient.numel()].copy_(gradient, non_blocking=True)
+        room = slot.room("gradient", gradient.dtype)
+        return room[first : first + gradient.numel()].copy_(gradient, non_blocking=True)
 
     def _rooms_for_copies(self, chunk: Chunk, slot: _Slot) -> list[Tensor | None]:
         """Where forward needs them, if that is the device; else in the slot, from where they go down."""
@@ -113,6 +150,10 @@ class DeviceUpdate:
         for piece in chunk.pieces:
             target = chunk.copy_of(piece)
             if target is not None and target.device.type == "cpu":
-                target = slot.copy[piece.start - chunk.start : piece.stop - chunk.start]
+                target = slot.room("copy", target.dtype)[piece.start - chunk.start : piece.stop - chunk.start]
             rooms.append(target)
         return rooms
+
+
+def _key(chunk: Chunk) -> tuple[object, int, int]:
+    return chunk.slab, chunk.start, chunk.stop

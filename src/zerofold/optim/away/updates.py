@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,6 +63,8 @@ class Way:
     """The share follows what the first steps take."""
     keeps_gradients: bool = False
     """Of what streams through the device, on the device."""
+    ahead: int = 0
+    """Chunks that come to the device before the step that updates them."""
 
 
 @dataclass
@@ -103,8 +106,7 @@ class AwayUpdates:
         self._through: DeviceUpdate | None = None
         trained = [slab for slab in slabs if slab.requires_grad and slab.is_away]
         if way.device_share > 0 and any(slab.tier is Tier.HOST for slab in trained):
-            gradient = trained[0].gradient_dtype
-            self._through = DeviceUpdate(device, gradient, trained[0].dtypes.compute)
+            self._through = DeviceUpdate(device, ahead=way.ahead)
             self._device_worker = HostWorker(1, None)
         self._from_disk: DiskUpdate | None = None
         on_disk = [slab.master.numel() for slab in trained if slab.tier is Tier.NVME]
@@ -132,9 +134,12 @@ class AwayUpdates:
             self._timing.tune()
         self._timing.begin()
         queue: list[tuple[Chunk, SlabUpdate]] = []
+        changed: set[object] = set()
         for slab, pieces, moments in work:
             if slab.tier is Tier.NVME:
                 self._bring_to_file(slab)
+            if self._versions.get(slab) != _versions(slab):
+                changed.add(slab)
             before = slab.version
             slab.mark_changed()
             slab.written(before)
@@ -149,7 +154,7 @@ class AwayUpdates:
         self._submit_from_disk(on_disk)
         through = self._through
         if through is not None:
-            self._last.append(self._device_worker.submit(through.begin))
+            self._last.append(self._device_worker.submit(partial(through.begin, changed)))
         for chunk, update in queue:
             if chunk.slab.tier is Tier.NVME:
                 continue
