@@ -279,7 +279,7 @@ class Slab:
         if groups.across is not None:  # each group has dealt out its own first rank's values
             groups.across.broadcast(self._shard, 0, unit=self.unit).wait()
 
-    def start_gather(self, *, masters: bool = False) -> Handle | Done | None:
+    def start_gather(self, *, masters: bool = False) -> Handle | Done | Update | None:
         """Completes the storage; with `masters`, a whole copy of the masters which the parameters then show."""
         self.check_unchanged()
         if self.is_stale:
@@ -305,16 +305,18 @@ class Slab:
     def _gather_from_all(self) -> Handle | None:
         return self.comm.all_gather(self.values, self.layout.bounds, unit=self.unit) if self.layout.world > 1 else None
 
-    def _fetch(self) -> Handle | Done:
+    def _fetch(self) -> Handle | Done | Update | None:
         """Brings this rank's values to the device, beside what that is computing, and then the other ranks'."""
+        update, self.update = self.update, None
+        is_written = self.is_kept and self._written_version == self.version
+        if is_written and self.layout.world == 1:
+            return update  # which writes where forward reads
+        if not is_written and self.tier is Tier.NVME and (self.resident is None or self._resident_is_lent):
+            self.home.step.look(self._shard)  # a unit can be used before its states are back in the file
         transfers = self.home.transfers
         with transfers.up():
-            is_written = self.is_kept and self._written_version == self.version
-            if not is_written and self.tier is Tier.NVME and (self.resident is None or self._resident_is_lent):
-                self.home.step.look(self._shard)  # a unit can be used before its states are back in the file
-            if self.update is not None:
-                self.update.wait()
-                self.update = None
+            if update is not None:
+                update.wait()
             if not is_written:
                 self._bring(self.own_slice(self.values))
             return self._gather_from_all() or transfers.done()

@@ -12,7 +12,7 @@ from zerofold.guard import guard, unguard
 from zerofold.memory import Done
 from zerofold.placement import Row
 from zerofold.sharded import ShardedParameter
-from zerofold.slab import Entry, Slab
+from zerofold.slab import Entry, Slab, Update
 
 
 class State(Enum):
@@ -40,7 +40,7 @@ class Unit:
         self._refusals: dict[str, Callable[[], None]] = {}
         self._state = State.READY
         self.shows_masters = False  # in place of what forward computes with
-        self._handles: list[Handle | Done] = []
+        self._handles: list[Handle | Done | Update] = []
         if self.releases:
             self.release()
 

@@ -52,7 +52,8 @@ class Scaling:
     clip_value: float | None
 
     def tensor(self, device: torch.device | str) -> Tensor | None:
-        return None if self.scale is None else torch.tensor(self.scale, dtype=torch.float32, device=device)
+        # Filled where it is: a copy from ordinary host memory would wait for all that its stream has to do.
+        return None if self.scale is None else torch.full((), self.scale, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,12 +20,11 @@ BLOCK = (
 
 
 class HostUpdate:
-    """Runs in the thread of a worker. New parameters go up on a stream of its own."""
+    """Runs in the thread of a worker. New parameters go up on the stream for all that does."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, up: Any) -> None:
+        self._device, self._up = device, up
         self._rooms = threading.local()  # of each worker
-        self._up: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, chunk: Chunk, states: Sequence[Tensor]) -> Done:
         """`states` are the chunk's master and moments in host memory, and updated when this returns; the copy has then

@@ -14,7 +14,7 @@ from zerofold.placement import Tier
 
 FIRST_SHARE = 0.6  # of the elements go through the device, until steps have been timed
 SAFE_PART = 0.9  # of the device's memory
-AHEAD_PART = 0.125  # of what then is left
+SPARE_PART = 0.125  # of what is left of that, for gradients and chunks that wait on the device
 MOST_AHEAD = 16  # chunks, 3.2 GB
 
 
@@ -24,7 +24,7 @@ def updates_of(engine: Engine) -> AwayUpdates:
         memory = engine.offloading.memory
         if memory.arena is not None:
             memory.arena.wait()  # copies from memory that is not pinned yet would be right, and slow
-        found = engine.updates = AwayUpdates(engine.device, memory, engine.slabs(), _way(engine))
+        found = engine.updates = AwayUpdates(engine.transfers, memory, engine.slabs(), _way(engine))
     return found
 
 
@@ -36,19 +36,20 @@ def _way(engine: Engine) -> Way:
         return Way(threads or torch.get_num_threads(), None, 0.0, tunes=False)
     speed = HostSpeed(threads, None, 0.0) if threads is not None else measure_host_update()
     first = FIRST_SHARE if share is None else share
-    room = _room_on_device(engine)
+    room = SPARE_PART * _room_on_device(engine)
     gradients = first * _gradient_bytes(engine)
     keeps = gradients < room
-    ahead = int(max(0.0, room - gradients) * AHEAD_PART / (3 * 4 * CHUNK)) if keeps and share != 0 else 0
+    ahead = int((room - gradients) / (3 * 4 * CHUNK)) if keeps and first > 0 else 0
+    if any(slab.is_away and slab.tiers.parameters is not Tier.DEVICE for slab in engine.slabs()):
+        ahead = 0  # who sends parameters away as well wants the device's memory for something else
     return Way(speed.threads, speed.cores, first, share is None, keeps_gradients=keeps, ahead=min(ahead, MOST_AHEAD))
 
 
 def _room_on_device(engine: Engine) -> float:
-    """Of the device's memory, that nobody has needed until now; a forward and a backward have been. Who sends
-    parameters away as well, or says where gradients go, wants it for something else."""
+    """Of the device's memory, that nobody has needed until now; a forward and a backward have been. None of it where
+    somebody has said that gradients go to the host."""
     wish = engine.offloading.wish
-    tiers = [slab.tiers for slab in engine.slabs() if slab.is_away]
-    if wish is None or wish.gradients != AUTO or any(each.parameters is not Tier.DEVICE for each in tiers):
+    if wish is None or wish.gradients != AUTO:
         return 0.0
     limit = device_memory(engine.device)
     limit = limit if wish.device_limit is None else min(limit, wish.device_limit)

@@ -11,6 +11,7 @@ the device has room, the first chunks come up again at the end, and wait there f
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +45,10 @@ class _Slot:
 class DeviceUpdate:
     """Runs in the thread of a worker, which sets the copies and kernels going and never waits for them."""
 
-    def __init__(self, device: torch.device, *, ahead: int) -> None:
+    def __init__(self, device: torch.device, up: Any, *, ahead: int) -> None:
         """`ahead`: chunks that wait on the device for the next step."""
-        self._device, self._ahead = device, ahead
-        self._up, self._kernel, self._down = (torch.cuda.Stream(device) for _ in range(3))
+        self._device, self._up, self._ahead = device, up, ahead
+        self._kernel, self._down = (torch.cuda.Stream(device) for _ in range(2))
         self._slots = deque(_Slot(device) for _ in range(SLOTS + ahead))  # free the longest first
         self._staged: dict[tuple[object, int, int], _Slot] = {}
         self._first: list[Chunk] = []  # of this step, as many as can wait for the next
@@ -64,7 +65,6 @@ class DeviceUpdate:
         for key in [key for key in self._staged if key[0] in changed]:
             self._slots.appendleft(self._staged.pop(key))
         self._up.wait_stream(self._down)
-        self._up.wait_stream(torch.cuda.default_stream(self._device))
         self._times[0].record(self._up)
 
     def end(self) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zerofold.gradients_away import AwayGradients
-from zerofold.memory import Done, TierMemory
+from zerofold.memory import Done, TierMemory, Transfers
 from zerofold.optim.away.chunks import CHUNK, Chunk, Ends, Piece, Scaling, chunks_of
 from zerofold.optim.away.from_disk import DiskUpdate
 from zerofold.optim.away.on_host import HostUpdate
@@ -99,14 +99,15 @@ class Timing:
 class AwayUpdates:
     """The workers and buffers of one model's offloaded updates."""
 
-    def __init__(self, device: torch.device, memory: TierMemory, slabs: Sequence[Slab], way: Way) -> None:
-        self._device, self._memory, self.way = device, memory, way
+    def __init__(self, transfers: Transfers, memory: TierMemory, slabs: Sequence[Slab], way: Way) -> None:
+        device, up = transfers.device, transfers.upwards
+        self._memory, self.way = memory, way
         self._host_worker = HostWorker(way.threads, way.cores)
-        self._host = HostUpdate(device)
+        self._host = HostUpdate(device, up)
         self._through: DeviceUpdate | None = None
         trained = [slab for slab in slabs if slab.requires_grad and slab.is_away]
         if way.device_share > 0 and any(slab.tier is Tier.HOST for slab in trained):
-            self._through = DeviceUpdate(device, ahead=way.ahead)
+            self._through = DeviceUpdate(device, up, ahead=way.ahead)
             self._device_worker = HostWorker(1, None)
         self._from_disk: DiskUpdate | None = None
         on_disk = [slab.master.numel() for slab in trained if slab.tier is Tier.NVME]
