@@ -55,6 +55,9 @@ def train(offload: Any, steps: int, *, backwards: int = 1, precision: Any = "bf1
     faces = [p for group in optimizer.param_groups for p in group["params"]]
     found = [zf.full(p) for p in faces]
     found += [zf.full(optimizer.state[p][name]) for p in faces for name in ("exp_avg", "exp_avg_sq")]
+    with zf.full_params(model, masters=False):
+        for parameter, face in zip(model.parameters(), faces, strict=True):
+            assert torch.equal(parameter, zf.full(face).to(parameter.dtype)), "forward has other weights"
     zf.close(model)
     return found
 
@@ -80,10 +83,9 @@ def test_every_placement_trains_as_none(
     expected, found = (train(each, 1, backwards=backwards, precision=precision) for each in (None, place))
     assert all(tensor.is_cuda for tensor in found)
     assert largest_difference(found, expected) < 1e-6, "after one step"
-    expected, found = (train(each, 6, backwards=backwards, precision=precision) for each in (None, place))
-    weights = len(expected) // 3  # 16-bit gradients of weights that round the other way differ by more
-    bound = 1e-5 if precision == "fp32" else 2e-3
-    assert largest_difference(found[:weights], expected[:weights]) < bound, "after six steps"
+    if precision == "fp32":  # 16-bit parameters that round the other way once are something else afterwards
+        expected, found = (train(each, 6, backwards=backwards, precision=precision) for each in (None, place))
+        assert largest_difference(found, expected) < 1e-5, "after six steps"
 
 
 @alone

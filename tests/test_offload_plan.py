@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zerofold.offload.budget import GIB, Budget, available
-from zerofold.offload.plan import OffloadError, Plan, place, promote
+from zerofold.offload.plan import OffloadError, Plan, place
 from zerofold.offload.sizes import UnitSize, bytes_of, summed
 from zerofold.offload.wishes import AUTO, Offload, check_row, read_offload
 from zerofold.placement import Tier, Tiers, row
@@ -98,21 +98,16 @@ def order(plan: Plan) -> list[int]:
     return [list(Tier).index(tiers.optimizer) for tiers in plan.tiers.values()]
 
 
-def test_a_40_gib_limit_keeps_two_thirds_on_the_device() -> None:
+def test_a_40_gib_limit_keeps_half_on_the_device() -> None:
     units, wish = gpt(3.38e9, 28), read_offload({"optimizer": "auto", "device_limit": "40GiB"})
     plan = place(units, wish, Budget(40 * GIB, 110 * GIB), extra_device=3 * GIB // 2)
     assert order(plan) == sorted(order(plan)), "the first units stay, the last go"
-    assert 0.6 < order(plan).count(0) / len(units) < 0.8
+    assert 0.5 < order(plan).count(0) / len(units) < 0.7
     assert plan.used(DEVICE) + plan.extra_device + plan.reserve <= 40 * GIB
-    assert plan.reserve == 6 * GIB
+    assert plan.reserve == 12 * GIB
     assert not plan.is_least_reserve
-    assert "20 on the device, 9 on the host" in plan.text()
+    assert "16 on the device, 13 on the host" in plan.text()
     assert "not used: offload= has no 'path'" in plan.text()
-    # 2.5 GiB less of activations than was kept for them: a block comes back, and parameters of others.
-    back = promote(plan, units, wish, plan.budget, 5 * GIB // 2)
-    assert [name for name, tiers in back if tiers == Tiers()] == ["h.19"]
-    after = summed(units, plan.tiers | dict(back))
-    assert sum(after[DEVICE].values()) <= plan.used(DEVICE) + 5 * GIB // 2
 
 
 @pytest.mark.parametrize("blocks", [16, 60, 200])

@@ -30,7 +30,7 @@ from zerofold.gradients import FaceGradients, Gradients, WholeGradients
 from zerofold.gradients_away import AwayGradients
 from zerofold.groups import Groups
 from zerofold.layout import FlatLayout
-from zerofold.memory import Done, FlatStorage, StorageCache, TierMemory, Transfers
+from zerofold.memory import Done, FlatStorage, FromFile, StorageCache, TierMemory, Transfers
 from zerofold.placement import Row, Tier, Tiers
 from zerofold.precision import Dtypes, Precision
 from zerofold.shard_spec import ShardSpec, StepScope
@@ -90,15 +90,17 @@ class Home(NamedTuple):
     engine: EngineLink | None = None
 
 
-class Update(Protocol):
+class Waitable(Protocol):
+    def wait(self) -> None:
+        """Returns when the current stream may use what was set going."""
+
+
+class Update(Waitable, Protocol):
     """New values for a slab that are still being computed, elsewhere."""
 
     @property
     def is_near(self) -> bool:
         """Whether `wait` would return without keeping the host."""
-
-    def wait(self) -> None:
-        """Returns when the current stream may use the new values."""
 
 
 def dtypes_of(entry: Entry) -> Dtypes:
@@ -224,6 +226,9 @@ class Slab:
         if self.has_resident:
             tier = self.tiers.parameters
             self.resident = self._take(tier, self.dtypes.compute, "parameters").copy_(self._shard)
+        for tensor in (self._shard, self.resident):
+            if tensor is not None:
+                self.home.memory.written(tensor)
         self.faces = list(self.parameters)
         mixed = self.home.precision.is_mixed or self.home.precision.needs_one_pass
         has_faces = row.optimizer.is_cut or mixed or self.tiers.is_offloaded
@@ -279,7 +284,7 @@ class Slab:
         if groups.across is not None:  # each group has dealt out its own first rank's values
             groups.across.broadcast(self._shard, 0, unit=self.unit).wait()
 
-    def start_gather(self, *, masters: bool = False) -> Handle | Done | Update | None:
+    def start_gather(self, *, masters: bool = False) -> Waitable | None:
         """Completes the storage; with `masters`, a whole copy of the masters which the parameters then show."""
         self.check_unchanged()
         if self.is_stale:
@@ -305,7 +310,7 @@ class Slab:
     def _gather_from_all(self) -> Handle | None:
         return self.comm.all_gather(self.values, self.layout.bounds, unit=self.unit) if self.layout.world > 1 else None
 
-    def _fetch(self) -> Handle | Done | Update | None:
+    def _fetch(self) -> Waitable | None:
         """Brings this rank's values to the device, beside what that is computing, and then the other ranks'."""
         update, self.update = self.update, None
         is_written = self.is_kept and self._written_version == self.version
@@ -314,12 +319,35 @@ class Slab:
         if not is_written and self.tier is Tier.NVME and (self.resident is None or self._resident_is_lent):
             self.home.step.look(self._shard)  # a unit can be used before its states are back in the file
         transfers = self.home.transfers
+        if self.resident is not None and self.tiers.parameters is Tier.NVME:
+            return self._read(self.resident, update)
         with transfers.up():
             if update is not None:
                 update.wait()
             if not is_written:
                 self._bring(self.own_slice(self.values))
             return self._gather_from_all() or transfers.done()
+
+    def _read(self, resident: Tensor, update: Update | None) -> FromFile:
+        """The file is read while other units compute; who needs the parameters brings them to the device."""
+        if update is not None:
+            update.wait()
+        if self._resident_version != self.version:
+            resident.copy_(self.shard)
+            self.home.memory.written(resident)
+            self._resident_version = self.version
+
+        def arrive(staged: Tensor) -> Done:
+            with self.home.transfers.up():
+                self.own_slice(self.values).copy_(staged, non_blocking=True)
+                done = self.home.transfers.done()
+            done.wait()
+            gathering = self._gather_from_all()
+            if gathering is not None:
+                gathering.wait()
+            return done
+
+        return FromFile(self.home.memory, resident, arrive)
 
     def _bring(self, target: Tensor) -> None:
         source = self._shard if self.resident is None or self._resident_is_lent else self.resident
@@ -460,7 +488,7 @@ class Slab:
             has_owner=self.home.row.has_owners,
             step=self.home.step,
             is_replicated=is_replicated,
-            device=self.home.device if self.is_away else None,
+            device=self.home.device if self.tiers.is_offloaded else None,
         )
         piece = pieces[self.comm.rank]
         local = spec.shaped(self._shard[piece.shard_start : piece.shard_stop])

@@ -7,12 +7,10 @@ from enum import Enum
 
 from torch import Tensor, nn
 
-from zerofold.comm import Handle
 from zerofold.guard import guard, unguard
-from zerofold.memory import Done
 from zerofold.placement import Row
 from zerofold.sharded import ShardedParameter
-from zerofold.slab import Entry, Slab, Update
+from zerofold.slab import Entry, Slab, Waitable
 
 
 class State(Enum):
@@ -40,7 +38,7 @@ class Unit:
         self._refusals: dict[str, Callable[[], None]] = {}
         self._state = State.READY
         self.shows_masters = False  # in place of what forward computes with
-        self._handles: list[Handle | Done | Update] = []
+        self._handles: list[Waitable] = []
         if self.releases:
             self.release()
 

@@ -2,7 +2,7 @@
 
 from zerofold.memory.buffers import BufferPool
 from zerofold.memory.storage import FlatStorage, StorageCache
-from zerofold.memory.tiers import TierMemory
+from zerofold.memory.tiers import FromFile, TierMemory
 from zerofold.memory.transfers import Done, Transfers
 
-__all__ = ["BufferPool", "Done", "FlatStorage", "StorageCache", "TierMemory", "Transfers"]
+__all__ = ["BufferPool", "Done", "FlatStorage", "FromFile", "StorageCache", "TierMemory", "Transfers"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from zerofold.memory.arena import HostArena
 from zerofold.memory.disk import DiskStore, Extent
+from zerofold.memory.transfers import Done
 from zerofold.placement import Tier
 
 
@@ -22,6 +25,7 @@ class TierMemory:
         self.device, self.arena, self.disk = device, arena, disk
         self._blocks: dict[int, tuple[Tensor, Tier, str, Extent | None]] = {}  # by the address of their storage
         self._was_used = False  # a part of the file, which is zeros until then
+        self._staging: list[tuple[Tensor, Done]] = []  # host memory that was read into, and the end of its last use
 
     def take(self, tier: Tier, numel: int, dtype: torch.dtype, state: str, label: str) -> Tensor:
         """Zeros. What another tier than the device gives has a version counter of its own."""
@@ -62,6 +66,19 @@ class TierMemory:
             self.disk.changed(extent)
             self.disk.forget(extent)
 
+    def borrow(self, nbytes: int) -> Tensor:
+        """Host memory to read a part of the file into; `bring_back` when its use has been set going."""
+        for index, (block, used) in enumerate(self._staging):
+            if block.nbytes >= nbytes:
+                del self._staging[index]
+                used.finish()
+                return block[:nbytes]
+        return self.take(Tier.HOST, nbytes, torch.uint8, "staging", "staging")
+
+    def bring_back(self, block: Tensor, used: Done) -> None:
+        whole = self._blocks[_address(block)][0]
+        self._staging.append((whole, used))
+
     def bytes_by_state(self, tier: Tier) -> dict[str, int]:
         """Off the device; what is on it belongs to whoever took it."""
         total: dict[str, int] = {}
@@ -73,10 +90,28 @@ class TierMemory:
     def close(self) -> None:
         """All that was taken must have been let go of."""
         self._blocks.clear()
+        self._staging.clear()
         if self.arena is not None:
             self.arena.close()
         if self.disk is not None:
             self.disk.close()
+
+
+class FromFile:
+    """A tensor in the file on its way: it is being read, and `arrive` takes it from there."""
+
+    def __init__(self, memory: TierMemory, tensor: Tensor, arrive: Callable[[Tensor], Done]) -> None:
+        assert memory.disk is not None
+        self._memory, self._arrive = memory, arrive
+        self._block: Tensor | None = memory.borrow(tensor.nbytes)
+        self._staged = self._block.view(tensor.dtype)
+        self._request = memory.disk.read(memory.offset(tensor), self._staged)
+
+    def wait(self) -> None:
+        if self._block is not None:
+            self._request.wait()
+            block, self._block = self._block, None
+            self._memory.bring_back(block, self._arrive(self._staged))
 
 
 def _address(tensor: Tensor) -> int:

@@ -14,6 +14,8 @@ from zerofold.placement import Tier, Tiers
 
 # Kept free for activations where the plan is free to choose: the first that leaves room for all states.
 _RESERVES = (0.15, 0.12, 0.09, 0.06, 0.04)
+_AMPLE_RESERVE = 0.3  # where the host has room for all that leaves the device: a unit there costs little, too little
+# memory for activations costs the run
 _LEAST_RESERVE = 2 * GIB
 _NAMES = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "disk"}
 
@@ -73,10 +75,10 @@ def place(units: Sequence[UnitSize], offload: Offload, budget: Budget, *, extra_
     >>> [tiers.optimizer.value for tiers in plan.tiers.values()]
     ['device', 'device', 'device', 'device', 'host', 'host', 'host', 'host']
     >>> print(plan.text())
-    offload: optimizer states of 8 units: 4 on the device, 4 on the host; parameters of 2 off the device
-      device  5.9 of 8.0 GiB: optimizer 4.7, gradients 0.8, parameters 0.4, 0.1 left
-      and     0.0 for gathered units and the update, 2.0 kept for activations
-      host    5.5 of 32.0 GiB: optimizer 4.7, gradients 0.4, parameters 0.4, 26.5 left
+    offload: optimizer states of 8 units: 4 on the device, 4 on the host; parameters of 4 off the device
+      device  5.5 of 8.0 GiB: optimizer 4.7, gradients 0.8, 0.1 left
+      and     0.0 for gathered units and the update, 2.4 kept for activations
+      host    5.5 of 32.0 GiB: optimizer 4.7, parameters 0.8, 26.5 left
       disk    not used: offload= has no 'path'
     """
     found = _try(units, offload, budget, extra_device)
@@ -85,26 +87,15 @@ def place(units: Sequence[UnitSize], offload: Offload, budget: Budget, *, extra_
     return found
 
 
-def promote(
-    plan: Plan, units: Sequence[UnitSize], offload: Offload, budget: Budget, slack_bytes: int
-) -> list[tuple[str, Tiers]]:
-    """Units that may move up now that `slack_bytes` of the device have proved to be free, each with its new tiers.
-
-    Most useful first, and each move fits after those before it: the earliest in forward order come back to the device,
-    and where that empties the host, units on the disk move up there. A unit may move twice.
-    """
-    search = Search(units, offload, budget.disk is not None)
-    placed = [
-        next(choice for choice in choices if choice.tiers == plan.tiers[unit.name])
-        for unit, choices in zip(units, search.choices, strict=True)
-    ]
-    room = replace(Room.of(budget, 0), device=total(placed).device + slack_bytes)
-    return [(units[index].name, choice.tiers) for index, choice in search.improvements(placed, room)]
-
-
 def _try(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_device: int) -> Plan | None:
     search = Search(units, offload, budget.disk is not None)
-    for attempt, reserve in enumerate(_reserves(offload, budget)):
+    reserves = _reserves(offload, budget)
+    if len(reserves) > 1:
+        ample = max(_LEAST_RESERVE, int(_AMPLE_RESERVE * budget.device))
+        placed = search.place(Room.of(budget, extra_device + ample))
+        if placed is not None and all(Tier.NVME not in vars(choice.tiers).values() for choice in placed):
+            return _plan(units, placed, budget, extra_device, ample, False)
+    for attempt, reserve in enumerate(reserves):
         placed = search.place(Room.of(budget, extra_device + reserve))
         if placed is not None:
             return _plan(units, placed, budget, extra_device, reserve, attempt > 0)

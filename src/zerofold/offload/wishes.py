@@ -99,6 +99,11 @@ rank; use stage=3, or leave them on the device
             f"offload['parameters']={where.value!r} needs parameters that are cut, and stage {row.name!r} keeps them "
             f"whole on every rank; use stage=3, or leave them on the device"
         )
+    if trains and where is Tier.NVME and offload.optimizer is not Tier.NVME:
+        raise ValueError(
+            "offload['parameters']='nvme' needs the optimizer's states there too, which are six times as large; add "
+            "'optimizer': 'nvme', or keep parameters on the host"
+        )
     if trains and offload.leaves_optimizer_on_device:
         raise ValueError(
             f"offload['parameters']={where.value!r} frees nothing while the optimizer's states, from which parameters "

@@ -7,12 +7,13 @@ host      [upd b0]               [upd b1]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from zerofold.memory import TierMemory
+from zerofold.memory import Done, TierMemory
 from zerofold.memory.disk import DiskStore, Request
 from zerofold.optim.away.chunks import Chunk, Ends
 from zerofold.optim.away.on_host import HostUpdate
@@ -53,15 +54,23 @@ class DiskUpdate:
         self._read_ahead = following
         if following:
             self._read(following)
-        ends = []
+        ends, copies = [], []
         for chunk, states in zip(batch, room, strict=False):
-            sent = self._host.run(chunk, self._views(states, chunk))
+            views = self._views(states, chunk)
+            in_file = chunk.copy is not None and chunk.slab.tiers.parameters is Tier.NVME
+            sent = self._host.run(replace(chunk, copy=None) if in_file else chunk, views)
+            if in_file and chunk.copy is not None:
+                made = self._memory.borrow(chunk.copy.nbytes).view(chunk.copy.dtype).copy_(views[0])
+                copies.append((made, self._disk.write(self._offset(chunk.copy), made)))
             ends.append(Ends(sent, sent))
         for request in self._reads if following else ():
             request.wait()
         for chunk, states in zip(batch, room, strict=False):
             for there, here in zip(chunk.states, self._views(states, chunk), strict=True):
                 self._writes.append(self._disk.write(self._offset(there), here))
+        for made, request in copies:  # parameters are needed first
+            request.wait()
+            self._memory.bring_back(made, Done())
         return ends
 
     def finish(self) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from zerofold.engine import Engine
-from zerofold.offload.budget import device_memory
+from zerofold.offload.budget import GIB, device_memory
 from zerofold.offload.wishes import AUTO
 from zerofold.optim.away.chunks import CHUNK
 from zerofold.optim.away.updates import AwayUpdates, Way
 from zerofold.optim.host_worker import HostSpeed, measure_host_update
 from zerofold.placement import Tier
 
-FIRST_SHARE = 0.6  # of the elements go through the device, until steps have been timed
+FIRST_SHARE = 0.65  # of the elements go through the device, until steps have been timed
 SAFE_PART = 0.9  # of the device's memory
 SPARE_PART = 0.125  # of what is left of that, for gradients and chunks that wait on the device
 MOST_AHEAD = 16  # chunks, 3.2 GB
@@ -24,8 +26,25 @@ def updates_of(engine: Engine) -> AwayUpdates:
         memory = engine.offloading.memory
         if memory.arena is not None:
             memory.arena.wait()  # copies from memory that is not pinned yet would be right, and slow
+        _advise(engine)
         found = engine.updates = AwayUpdates(engine.transfers, memory, engine.slabs(), _way(engine))
     return found
+
+
+def _advise(engine: Engine) -> None:
+    """The plan has guessed what activations need; by now a forward and a backward have shown it."""
+    plan, wish = engine.offloading.plan, engine.offloading.wish
+    if engine.device.type != "cuda" or engine.groups.control.rank != 0 or plan is None or wish is None:
+        return
+    unused = plan.budget.device - torch.cuda.max_memory_allocated(engine.device)
+    if wish.optimizer == AUTO and wish.reserve is None and unused > plan.budget.device / 10:
+        needed = max(0, plan.reserve - unused + plan.budget.device // 20)
+        print(
+            f"offload: {unused / GIB:.1f} GiB of the device were not needed until now; "
+            f"'reserve': '{needed / GIB:.1f}GiB' in offload= would use most of it for states",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _way(engine: Engine) -> Way:

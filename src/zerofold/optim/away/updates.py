@@ -30,7 +30,6 @@ from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.placement import Tier
 from zerofold.slab import Slab
 
-TUNING_STEPS = 4
 _PAGE = 1024  # elements of 4 bytes
 
 
@@ -77,6 +76,9 @@ class Timing:
     host_seconds: float = 0.0
     device_seconds: float = 0.0
     steps: int = 0
+    to_try: list[float] = field(default_factory=list)
+    took: dict[float, float] = field(default_factory=dict)
+    is_tuned: bool = False
     _started: float = 0.0
 
     def begin(self) -> None:
@@ -87,13 +89,21 @@ class Timing:
         self.host_seconds = time.perf_counter() - self._started
 
     def tune(self) -> None:
-        """So that both would have ended together. After a few steps it stays: who runs it again gets the same bits from
-        then on."""
+        """Tries a little more and a little less, twice each, and keeps to the best from then on. Rates alone would not
+        do: host and device share one memory, so each is faster when the other has less to do."""
+        if not self.to_try and self.took:
+            self.device_share = min(self.took, key=lambda share: self.took[share])
+            self.took, self.is_tuned = {}, True
+        if self.is_tuned:
+            return
         self.steps += 1
-        both = self.host_elements and self.device_elements and self.host_seconds and self.device_seconds
-        if both and 2 < self.steps <= 2 + TUNING_STEPS:  # the first two also compile kernels and fault memory in
-            host, device = self.host_elements / self.host_seconds, self.device_elements / self.device_seconds
-            self.device_share = round(device / (host + device) * 32) / 32
+        if self.steps == 1:  # makes kernels and faults memory in
+            self.to_try = [self.device_share + change for change in (0.0, -0.1, 0.1) for _ in range(2)]
+        else:
+            longest = max(self.host_seconds, self.device_seconds)
+            self.took[self.device_share] = min(longest, self.took.get(self.device_share, longest))
+        if self.to_try:
+            self.device_share = min(1.0, max(0.0, self.to_try.pop(0)))
 
 
 class AwayUpdates:
