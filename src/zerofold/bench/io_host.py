@@ -14,7 +14,8 @@ import torch
 from zerofold.bench.io_rows import Rate, with_shares
 from zerofold.memory.host import usable_cores
 from zerofold.optim import adam_cpu
-from zerofold.optim.host_worker import HostSpeed, HostWorker, host_candidates, measure_host_update, try_host_updates
+from zerofold.optim.host_speed import HostSpeed, host_candidates, measure_host_update, try_host_updates
+from zerofold.optim.host_worker import HostWorker
 from zerofold.optim.onepass import AdamSettings, AdamTensors
 
 PART = "host update"

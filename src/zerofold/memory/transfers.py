@@ -46,14 +46,12 @@ class Transfers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_async = device.type == "cuda"
-        # One stream for all that goes up: of two, one would wait until the other has nothing left to do (measured).
-        self.upwards: Any
-        self.upwards, self._down = (torch.cuda.Stream(device) if self.is_async else None for _ in range(2))
+        self._up, self._down = (torch.cuda.Stream(device) if self.is_async else None for _ in range(2))
 
     @contextmanager
     def up(self) -> Iterator[None]:
         """Inside, work goes to the stream towards the device, behind what the current stream has to do until now."""
-        with self._beside(self.upwards):
+        with self._beside(self._up):
             yield
 
     @contextmanager

@@ -54,15 +54,18 @@ class DiskUpdate:
         self._read_ahead = following
         if following:
             self._read(following)
-        ends, copies = [], []
-        for chunk, states in zip(batch, room, strict=False):
-            views = self._views(states, chunk)
-            in_file = chunk.copy is not None and chunk.slab.tiers.parameters is Tier.NVME
-            sent = self._host.run(replace(chunk, copy=None) if in_file else chunk, views)
-            if in_file and chunk.copy is not None:
-                made = self._memory.borrow(chunk.copy.nbytes).view(chunk.copy.dtype).copy_(views[0])
+        sent: list[list[Done]] = [[] for _ in batch]
+        jobs = [
+            self._host.submit(_without_copy(chunk), self._views(states, chunk), done.append)
+            for chunk, states, done in zip(batch, room, sent, strict=False)
+        ]
+        copies = []
+        for job, chunk, states in zip(jobs, batch, room, strict=False):
+            job.wait()
+            if chunk.copy is not None and _is_in_file(chunk):
+                made = self._memory.borrow(chunk.copy.nbytes).view(chunk.copy.dtype)
+                made.copy_(states[0][: chunk.size])
                 copies.append((made, self._disk.write(self._offset(chunk.copy), made)))
-            ends.append(Ends(sent, sent))
         for request in self._reads if following else ():
             request.wait()
         for chunk, states in zip(batch, room, strict=False):
@@ -71,7 +74,7 @@ class DiskUpdate:
         for made, request in copies:  # parameters are needed first
             request.wait()
             self._memory.bring_back(made, Done())
-        return ends
+        return [Ends(done, done) for (done,) in sent]
 
     def finish(self) -> None:
         """Returns when all that was updated is in the file."""
@@ -92,3 +95,12 @@ class DiskUpdate:
 
     def _offset(self, tensor: Tensor) -> int:
         return self._memory.offset(tensor)
+
+
+def _is_in_file(chunk: Chunk) -> bool:
+    return chunk.slab.tiers.parameters is Tier.NVME
+
+
+def _without_copy(chunk: Chunk) -> Chunk:
+    """Parameters in the file are written there as one, in whole pages."""
+    return replace(chunk, copy=None) if _is_in_file(chunk) else chunk

@@ -11,7 +11,7 @@ from zerofold.offload.budget import GIB, device_memory
 from zerofold.offload.wishes import AUTO
 from zerofold.optim.away.chunks import CHUNK
 from zerofold.optim.away.updates import AwayUpdates, Way
-from zerofold.optim.host_worker import HostSpeed, measure_host_update
+from zerofold.optim.host_speed import HostSpeed, measure_host_update
 from zerofold.placement import Tier
 
 FIRST_SHARE = 0.65  # of the elements go through the device, until steps have been timed

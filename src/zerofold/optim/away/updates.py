@@ -26,6 +26,7 @@ from zerofold.optim.away.chunks import CHUNK, Chunk, Ends, Piece, Scaling, chunk
 from zerofold.optim.away.from_disk import DiskUpdate
 from zerofold.optim.away.on_host import HostUpdate
 from zerofold.optim.away.through_device import DeviceUpdate
+from zerofold.optim.host_pool import HostPool, PoolJob
 from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.placement import Tier
 from zerofold.slab import Slab
@@ -37,12 +38,15 @@ _PAGE = 1024  # elements of 4 bytes
 class SlabUpdate:
     """One slab's update under way."""
 
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[Job | PoolJob] = field(default_factory=list)
     ends: list[Ends] = field(default_factory=list)  # filled by the jobs
 
     @property
     def is_near(self) -> bool:
         return all(job.is_done for job in self.jobs)
+
+    def sent(self, done: Done) -> None:
+        self.ends.append(Ends(done, done))
 
     def wait(self) -> None:
         for job in self.jobs:
@@ -110,10 +114,12 @@ class AwayUpdates:
     """The workers and buffers of one model's offloaded updates."""
 
     def __init__(self, transfers: Transfers, memory: TierMemory, slabs: Sequence[Slab], way: Way) -> None:
-        device, up = transfers.device, transfers.upwards
+        device = transfers.device
+        # One stream for all of an update that goes up: of two, one waits until the other has nothing left (measured).
+        up = torch.cuda.Stream(device) if transfers.is_async else None
         self._memory, self.way = memory, way
-        self._host_worker = HostWorker(way.threads, way.cores)
-        self._host = HostUpdate(device, up)
+        self._pool = HostPool(way.threads, way.cores)
+        self._host = HostUpdate(device, up, self._pool)
         self._through: DeviceUpdate | None = None
         trained = [slab for slab in slabs if slab.requires_grad and slab.is_away]
         if way.device_share > 0 and any(slab.tier is Tier.HOST for slab in trained):
@@ -124,10 +130,10 @@ class AwayUpdates:
         if on_disk and memory.disk is not None:
             size = min(CHUNK, -(-max(on_disk) // _PAGE) * _PAGE)
             self._from_disk = DiskUpdate(memory, memory.disk, self._host, size)
-            self._disk_worker = HostWorker(way.threads, way.cores)
+            self._disk_worker = HostWorker(1, None)
         self._versions: dict[Slab, tuple[int, ...]] = {}  # of states in the file, as the last update left them
         self._under_way: list[SlabUpdate] = []
-        self._last: list[Job] = []
+        self._last: list[Job | PoolJob] = []
         self._timing = Timing(way.device_share if self._through is not None else 0.0)
         self._streaming = [slab for slab in trained if slab.tier is Tier.HOST and _can_stream(slab)]
         self._keeps_gradients = way.keeps_gradients
@@ -174,10 +180,10 @@ class AwayUpdates:
                 update.jobs.append(self._device_worker.submit(_through(through, chunk, update)))
             else:
                 self._timing.host_elements += chunk.size
-                update.jobs.append(self._host_worker.submit(_on_host(self._host, chunk, update)))
+                update.jobs.append(self._host.submit(chunk, chunk.states, update.sent))
         if through is not None:
             self._last.append(self._device_worker.submit(through.end))
-        self._last.append(self._host_worker.submit(self._timing.end_of_host))
+        self._last.append(self._pool.submit([], self._timing.end_of_host))
         self._deal()  # for the next step, whose gradients go where they will be needed
 
     def _deal(self) -> None:
@@ -229,7 +235,7 @@ class AwayUpdates:
 
     def close(self) -> None:
         self.finish()
-        self._host_worker.close()
+        self._pool.close()
         if self._through is not None:
             self._device_worker.close()
         if self._from_disk is not None:
@@ -260,14 +266,6 @@ def _can_stream(slab: Slab) -> bool:
 
 def _versions(slab: Slab) -> tuple[int, ...]:
     return tuple(state._version for state in (slab.master, *slab.moments.values()))
-
-
-def _on_host(host: HostUpdate, chunk: Chunk, update: SlabUpdate) -> Callable[[], None]:
-    def work() -> None:
-        sent = host.run(chunk, chunk.states)
-        update.ends.append(Ends(sent, sent))
-
-    return work
 
 
 def _through(device: DeviceUpdate, chunk: Chunk, update: SlabUpdate) -> Callable[[], None]:

@@ -1,0 +1,128 @@
+"""Cores that update in the background, each on its own: no team, no barrier, one queue of blocks.
+
+queue     [c0.0][c0.1][c0.2][c1.0][c1.1] …         blocks of chunk 0, then of chunk 1
+core 0    [c0.0      ][c1.0     ] …                whoever is free takes the next; who ends a chunk's last block
+core 1    [c0.1   ][c0.2 ]└ chunk 0 is done        tells who waits for it
+
+An OpenMP team would wait for its slowest thread after every operation. And as soon as a process has more teams than
+cores, libgomp puts waiting threads to sleep, which costs more than an operation on a block that fits a cache.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import torch
+
+from zerofold.optim.host_worker import Era
+
+# Elements that a core updates at a time: 2 MiB of each state. The interpreter's lock is held for some 30 µs of the 2 ms
+# that this takes, so that a dozen cores get along with it.
+BLOCK = 2**19
+
+Block = Callable[[], None]
+
+
+class PoolJob:
+    """Blocks that were submitted together."""
+
+    def __init__(self, pool: HostPool, era: Era, blocks: Sequence[Block], then: Block) -> None:
+        self._pool, self.era, self._left, self._then = pool, era, len(blocks), then
+        self._lock = threading.Lock()
+        self._over: Future[BaseException | None] = Future()
+
+    @property
+    def is_done(self) -> bool:
+        return self._over.done()
+
+    def wait(self) -> None:
+        """Returns when all blocks are done, and raises what one of them raised."""
+        failure = self._over.result()
+        if failure is not None:
+            self._pool.start_anew(self.era)
+            raise failure
+
+    def run(self, block: Block) -> None:
+        """In a thread of the pool; the last one ends the job."""
+        self._try(block)
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self._try(self._then)
+            self._over.set_result(self.era.failure)
+
+    def _try(self, work: Block) -> None:
+        if self.era.failure is None:
+            try:
+                work()
+            except BaseException as error:
+                self.era.failure = error
+
+
+class HostPool:
+    """Threads that run blocks in the order of submission, each with one torch thread.
+
+    When a block fails, what was submitted after it is not run but fails with the same exception, until somebody has
+    waited for it: a step of which a part was not updated must not go on as if it were whole.
+
+    >>> pool, done = HostPool(2), []
+    >>> pool.submit([lambda: done.append(torch.get_num_threads())] * 3, lambda: done.append(0)).wait()
+    >>> done
+    [1, 1, 1, 0]
+    >>> pool.close()
+    """
+
+    def __init__(self, threads: int, cores: frozenset[int] | None = None) -> None:
+        if threads < 1:
+            raise ValueError(f"threads={threads}: a pool needs 1 or more")
+        self._cores = cores
+        self._queue: SimpleQueue[tuple[PoolJob, Block] | None] = SimpleQueue()
+        self._era = Era()
+        ready = threading.Barrier(threads + 1)
+        of_caller = torch.get_num_threads()
+        self._threads = [threading.Thread(target=self._serve, args=(ready,), daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+        ready.wait()
+        torch.set_num_threads(of_caller)  # the threads' calls also set the number for threads yet to come
+
+    @property
+    def threads(self) -> int:
+        return len(self._threads)
+
+    def submit(self, blocks: Sequence[Block], then: Block) -> PoolJob:
+        """Queues the blocks and returns at once; `then` runs after the last of them."""
+        job = PoolJob(self, self._era, blocks or [_nothing], then)
+        for block in blocks or [_nothing]:
+            self._queue.put((job, block))
+        return job
+
+    def start_anew(self, failed: Era) -> None:
+        if self._era is failed:
+            self._era = Era()
+
+    def close(self) -> None:
+        """Returns when all blocks are done."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, ready: threading.Barrier) -> None:
+        torch.get_num_threads()  # a thread's first question sets its number to the default, so it comes before
+        torch.set_num_threads(1)
+        if self._cores is not None:
+            os.sched_setaffinity(0, self._cores)  # 0 is this thread
+        ready.wait()
+        while (taken := self._queue.get()) is not None:
+            job, block = taken
+            job.run(block)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,117 @@
+"""How many cores the update on the host should have: tried at start, beside a main thread that is busy."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from zerofold.memory.host import usable_cores
+from zerofold.optim import adam_cpu
+from zerofold.optim.host_pool import BLOCK, HostPool
+from zerofold.optim.host_worker import cores_of_process
+from zerofold.optim.onepass import AdamSettings, AdamTensors
+
+ROUNDS = 3  # of each candidate, the fastest counts: what else runs on the machine only slows
+CANDIDATE_SECONDS = 0.15  # no new round after that: a slow machine makes do with fewer
+CALLER_SHARE = 0.8  # of the speed that the calling thread can have; below it the GPU would wait for its kernels
+
+
+@dataclass(frozen=True)
+class HostSpeed:
+    """How a worker should run, and what it then does."""
+
+    threads: int
+    cores: frozenset[int] | None
+    """None for all that the process may use."""
+    parameters_per_second: float
+
+
+@dataclass(frozen=True)
+class HostTrial:
+    speed: HostSpeed
+    caller_rate: float
+    """Small operations a second that the calling thread got done meanwhile."""
+
+
+Candidates = Sequence[tuple[int, frozenset[int] | None]]
+
+
+def measure_host_update(elements: int = 2**25, *, candidates: Candidates | None = None) -> HostSpeed:
+    """The threads and cores with which AdamW on the host is fastest, while this thread is as busy as in training.
+
+    On an idle machine all cores would always win; but one core launches the GPU's kernels. So this thread runs small
+    operations meanwhile, and a candidate that slows them down is out. Takes 16 bytes per element for a moment.
+
+    >>> speed = measure_host_update(2**12, candidates=[(1, None)])
+    >>> speed.threads, speed.parameters_per_second > 0
+    (1, True)
+    """
+    trials = try_host_updates(elements, host_candidates() if candidates is None else candidates)
+    enough = CALLER_SHARE * max(trial.caller_rate for trial in trials)
+    speeds = [trial.speed for trial in trials if trial.caller_rate >= enough]
+    return max(speeds, key=lambda speed: speed.parameters_per_second)
+
+
+def try_host_updates(elements: int, candidates: Candidates) -> list[HostTrial]:
+    """One trial of each; `measure_host_update` chooses among them."""
+    states = AdamTensors(
+        torch.zeros(elements),
+        torch.zeros(elements, dtype=torch.bfloat16),
+        torch.zeros(elements),
+        torch.zeros(elements),
+        torch.zeros(elements, dtype=torch.bfloat16),
+        step=1,
+        seed=0,
+    )
+    return [_try(states, threads, cores) for threads, cores in candidates]
+
+
+def host_candidates() -> list[tuple[int, frozenset[int] | None]]:
+    """Numbers of threads, and cores to bind them to, worth a trial here.
+
+    >>> (usable_cores(), None) in host_candidates()
+    True
+    """
+    count, cores = usable_cores(), cores_of_process()
+    candidates: list[tuple[int, frozenset[int] | None]] = [
+        (threads, None) for threads in dict.fromkeys((count, count - 1, count - 2, count // 2)) if threads >= 1
+    ]
+    # Where a quota grants less time than there are cores, the scheduler finds free ones better than a mask.
+    if count == len(cores) and count > 1 and hasattr(os, "sched_setaffinity"):
+        others = sorted(cores - {_core_of_this_thread()})
+        candidates += [(len(kept), frozenset(kept)) for kept in (others[: count - 1], others[: count - 2]) if kept]
+    return candidates
+
+
+def _core_of_this_thread() -> int:
+    return int(ctypes.CDLL(None).sched_getcpu()) if sys.platform == "linux" else 0
+
+
+def _try(states: AdamTensors, threads: int, cores: frozenset[int] | None) -> HostTrial:
+    settings = AdamSettings(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    pool, seconds = HostPool(threads, cores), list[float]()
+    flat = [tensor.split(BLOCK) for tensor in states[:5] if tensor is not None]
+    parts = [AdamTensors(m, g, e, v, c, 1, 0) for m, g, e, v, c in zip(*flat, strict=True)]
+    blocks = [partial(adam_cpu.update, [part], settings, None, None) for part in parts]
+    pool.submit(blocks, lambda: None).wait()  # touches the memory
+    small, done, begin = torch.zeros(1), 0, time.perf_counter()
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        if seconds and start - begin > CANDIDATE_SECONDS:
+            break
+        job = pool.submit(blocks, lambda: None)
+        while not job.is_done:
+            small.add_(1)
+            done += 1
+        job.wait()
+        seconds.append(time.perf_counter() - start)
+    passed = time.perf_counter() - begin
+    pool.close()
+    return HostTrial(HostSpeed(threads, cores, states.master.numel() / min(seconds)), done / passed)
