@@ -52,6 +52,7 @@ class DeviceUpdate:
         self._slots = deque(_Slot(device) for _ in range(SLOTS + ahead))  # free the longest first
         self._staged: dict[tuple[object, int, int], _Slot] = {}
         self._first: list[Chunk] = []  # of this step, as many as can wait for the next
+        self._arrived = torch.cuda.Event(blocking=True)  # the chunk before
         self._times = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     @property
@@ -92,12 +93,17 @@ class DeviceUpdate:
         is_here = slot is not None
         slot = slot or self._take_slot()
         states = [held[: chunk.size] for held in slot.states]
+        # The bus serves one stream until that has nothing more for it. So the next chunk waits for the last one on the
+        # host, and parameters that forward needs get their turn in between.
+        self._arrived.synchronize()
         with torch.cuda.stream(self._up):
             chunk.arrived.wait()
             if not is_here:
                 self._bring(chunk, slot)
             gradients = [self._brought(chunk, piece.start, piece.gradient, slot) for piece in chunk.pieces]
-            arrived = self._up.record_event()
+            arrived = torch.cuda.Event(blocking=True)
+            arrived.record(self._up)
+        self._arrived = arrived
         with torch.cuda.stream(self._kernel):
             self._kernel.wait_event(arrived)
             copies = self._rooms_for_copies(chunk, slot)
@@ -127,9 +133,7 @@ class DeviceUpdate:
 
     def _take_slot(self) -> _Slot:
         slot = self._slots.popleft()
-        # The host waits, not the stream: streams share the queues of the hardware, and a long row of copies that are
-        # not yet due would hold up those of other streams behind it (measured: the whole forward).
-        slot.free.synchronize()
+        slot.free.synchronize()  # the host waits, not the stream: see `run`
         return slot
 
     def _bring(self, chunk: Chunk, slot: _Slot) -> None:
