@@ -107,3 +107,19 @@ def test_ranks_train_to_the_same_bits_wherever_their_states_are(
     ranks: Callable[..., list[Any]], tmp_path: Any, world: int, stages: list[int]
 ) -> None:
     assert ranks(world, places_that_differ, str(tmp_path), stages, ["bf16", None], 1) == [[]] * world
+
+
+def test_a_root_without_parameters_of_its_own(ranks: Any) -> None:
+    assert ranks(1, trains_without_root) == [True]
+
+
+def trains_without_root() -> bool:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, optimizer = zf.prepare(
+        model, torch.optim.AdamW(model.parameters()), stage=3, units=nn.Linear, offload={"optimizer": "auto"}
+    )
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    found = zf.last_step(model) is not None
+    zf.close(model)
+    return found

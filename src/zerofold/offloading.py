@@ -95,6 +95,8 @@ def _memory(plan: Plan, wish: Offload, device: torch.device, rank: int, units: i
 
 
 def _size(name: str, entries: list[Entry], row: Row, precision: Precision, *, world: int, adds_up: bool) -> UnitSize:
+    if not entries:  # the root, where every parameter is in a unit below it
+        return UnitSize(name, 0)
     trained = frozen = gathered = 0
     main = entries[0]
     for part in split(name, entries):
