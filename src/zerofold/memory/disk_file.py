@@ -124,8 +124,8 @@ class WorkFile:
             free = "and the folder is gone"
         return DiskError(
             error.errno or errno.EIO,
-            f"the offload folder {self.folder}: {what} ({error.strerror or error}); {self.size:,} bytes needed, {free}; "
-            f"name a folder on a disk with room where this user (uid {os.geteuid()}) may write",
+            f"the offload folder {self.folder}: {what} ({error.strerror or error}); {self.size:,} bytes needed, "
+            f"{free}; name a folder on a disk with room where this user (uid {os.geteuid()}) may write",
         )
 
     def _go_direct(self) -> bool:
