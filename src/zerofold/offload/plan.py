@@ -133,8 +133,8 @@ def _refusal(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_
     if offload.optimizer == AUTO:
         have = budget.host if budget.one_memory else max(0, budget.device - extra_device - reserve) + budget.host
         said = (
-            f"the states need {_exact_gib(used.device + used.host + used.disk)} GiB, and device, host and disk together "
-            f"have {_exact_gib(have + (budget.disk or 0))} GiB for them"
+            f"the states need {_exact_gib(used.device + used.host + used.disk)} GiB, and device, host and disk "
+            f"together have {_exact_gib(have + (budget.disk or 0))} GiB for them"
         )
     else:
         said = " and ".join(_overdrawn(used, offload, budget, extra_device + reserve)) or "no placement was found"
