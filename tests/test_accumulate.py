@@ -304,3 +304,63 @@ def test_hugging_face_models(ranks: Any, name: str, precision: str | None) -> No
     """GPT-2's tied embedding adds up in another order."""
     (difference,) = ranks(1, hugging_face, name, precision)
     assert difference <= (0.0 if name == "llama" else 1e-7 if precision is None else 5e-3)
+
+
+class Counting(nn.Module):
+    """A block whose forward changes its buffers and computes with one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        normed: Tensor = self.norm(x + self.inner(x))
+        return normed * self.calls
+
+
+def test_buffers_are_those_of_the_loop(ranks: Any) -> None:
+    assert max(ranks(1, buffers_that_change)) == 0.0
+
+
+def buffers_that_change() -> float:
+    found = []
+    for way in (ordinary, accumulate):
+        torch.manual_seed(0)
+        model = nn.Sequential(Counting(), Counting(), nn.Linear(8, 1))
+        data = [(torch.randn(4, 8),) for _ in range(MICRO_BATCHES)]
+        seen = train(way, model, data, lambda model, batch: model(*batch).square().mean(), stage=3, units=Counting)
+        found.append([*seen, *(buffer.double() for buffer in model.buffers())])
+    return largest_difference(*found)
+
+
+class ChecksItself(nn.Module):
+    """As Hugging Face's layers: the checkpoint is in their own __call__, around the hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.runs = 0
+
+    def __call__(self, x: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(super().__call__, x, use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x + torch.tanh(self.inner(x))
+
+
+def test_a_block_that_checkpoints_itself_is_computed_twice(ranks: Any) -> None:
+    assert ranks(1, checkpoints_of_its_own) == [[2 * MICRO_BATCHES] * 2]
+
+
+def checkpoints_of_its_own() -> list[int]:
+    model = nn.Sequential(ChecksItself(), ChecksItself(), nn.Linear(8, 1))
+    zf.shard(model, stage=3, units=ChecksItself)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulate(model, lambda model, x: model(x).square().mean(), list(torch.randn(MICRO_BATCHES, 4, 8)))
+    runs = [block.runs for block in model if isinstance(block, ChecksItself)]
+    zf.close(model)
+    return runs

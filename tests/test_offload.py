@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zerofold as zf
+from zerofold import offloading
+from zerofold.memory.disk_file import MAGIC
+from zerofold.offload.budget import available
 
 PLACES: dict[str, dict[str, Any]] = {
     "optimizer": {"optimizer": "host"},
@@ -107,3 +116,40 @@ def test_ranks_train_to_the_same_bits_wherever_their_states_are(
     ranks: Callable[..., list[Any]], tmp_path: Any, world: int, stages: list[int]
 ) -> None:
     assert ranks(world, places_that_differ, str(tmp_path), stages, ["bf16", None], 1) == [[]] * world
+
+
+def test_a_root_without_parameters_of_its_own(ranks: Any) -> None:
+    assert ranks(1, trains_without_root) == [True]
+
+
+def trains_without_root() -> bool:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, optimizer = zf.prepare(
+        model, torch.optim.AdamW(model.parameters()), stage=3, units=nn.Linear, offload={"optimizer": "auto"}
+    )
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    found = zf.last_step(model) is not None
+    zf.close(model)
+    return found
+
+
+def test_a_killed_runs_file_is_gone_before_room_is_looked_for(ranks: Any, tmp_path: Any) -> None:
+    assert ranks(1, files_when_measured, tmp_path) == [[]]
+
+
+def files_when_measured(folder: Path) -> list[str]:
+    tag = "0123456789abcdef"
+    about = {"format": MAGIC, "tag": tag, "host": socket.gethostname(), "pid": 1}
+    (folder / f"zerofold-rank0-pid1-{tag}.states").write_text(json.dumps(about))
+    found = []
+
+    def measured(*args: Any) -> Any:
+        found.extend(os.listdir(folder))
+        return available(*args)
+
+    with mock.patch.object(offloading, "available", measured), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, _ = prepared({"optimizer": "nvme", "path": folder}, stage=3)
+    zf.close(model)
+    return found

@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused_with_numbers_and_a_plan_that_fits() -> Non
     assert "needs 130.4 GiB of host memory, where 96.0 GiB may be used" in said
     assert "fits: offload={'optimizer': 0.7} with" in said
     assert "\n" not in said
-    with pytest.raises(OffloadError, match=r"needs .* of disk.*fits: offload=\{'optimizer': 0\.7\}"):
+    with pytest.raises(OffloadError, match=r"needs .* of the disk of .*fits: offload=\{'optimizer': 0\.7\}"):
         place(units, read_offload({"optimizer": "nvme", "path": "/disk"}), Budget(80 * GIB, 96 * GIB, 10 * GIB))
     with pytest.raises(OffloadError, match=r"'path': '\.\.\.'.* on disk"):
         place(units, read_offload("host"), Budget(40 * GIB, 30 * GIB))

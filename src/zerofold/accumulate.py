@@ -40,8 +40,8 @@ def accumulate(model: Model, loss_fn: Callable[[Model, Batch], Tensor], batches:
     It takes the place of `for batch in batches: (loss_fn(model, batch) / len(batches)).backward()`, with the same
     gradients. There, every micro-batch gathers each unit's parameters, or fetches them from the host or a disk, and
     reduces its gradients; here that happens once a step. `loss_fn(model, batch)` is called once for each batch and
-    returns a scalar. What was given to `prepare(accumulate=…)` makes no difference: this is all of a step, and reduces,
-    unless it is inside `no_sync`.
+    returns a scalar. What was given to `prepare(accumulate=…)` makes no difference to what is reduced: this is all of a
+    step, and reduces, unless it is inside `no_sync`. Memory for offloaded gradients is planned by it all the same.
 
     Each unit keeps its inputs for all micro-batches, and is computed again in backward, as under activation
     checkpointing; checkpointing of the model's own around its units (`use_reentrant=False`) costs nothing more, and
@@ -54,10 +54,9 @@ def accumulate(model: Model, loss_fn: Callable[[Model, Batch], Tensor], batches:
     one micro-batch after the other, with a warning. A gradient that enters a unit past its outputs is refused.
 
     >>> import torch, zerofold as zf
-    >>> from zerofold.accumulate import accumulate
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
     >>> model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
-    >>> loss = accumulate(model, lambda model, batch: model(batch).square().mean(), torch.randn(4, 2, 8))
+    >>> loss = zf.accumulate(model, lambda model, batch: model(batch).square().mean(), torch.randn(4, 2, 8))
     >>> optimizer.step(); optimizer.zero_grad()
     >>> loss.shape
     torch.Size([])

@@ -301,6 +301,11 @@ class Engine:
             self.hold_all(masters=True)
         else:
             self.schedule.wait_all()
+            # Whole parameters stay, so they are to be what the last step makes of them: where states are offloaded,
+            # nobody has begun to gather them.
+            for unit in self.units:
+                if not unit.is_cut and unit.is_stale:
+                    self.schedule.make_current(unit)
         self.hooks.remove()
         cut = self.row.parameters.is_cut
         away = [] if gather else [slab for slab in self.slabs() if slab.has_own_shard and (cut or not slab.is_kept)]

@@ -6,7 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -16,6 +18,7 @@ from zerofold.dealing import split
 from zerofold.memory import TierMemory
 from zerofold.memory.arena import HostArena
 from zerofold.memory.disk import PAGE, DiskStore
+from zerofold.memory.disk_file import remove_leftovers
 from zerofold.offload.budget import Budget, available
 from zerofold.offload.plan import Plan, place
 from zerofold.offload.sizes import UnitSize
@@ -62,6 +65,9 @@ def make_offloading(
     """All ranks must call it: they end with one plan, for the smallest budget among them."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", control.size))
     units = [_size(name, entries, row, precision, world=world, adds_up=adds_up) for name, entries in assigned.items()]
+    if wish.path is not None:
+        folder = Path(wish.path)
+        agree(control, lambda: _clear(folder))  # on all ranks before any of them looks how much room there is
     budget = agree(control, lambda: available(device, wish, here))
     everyone: list[tuple[list[UnitSize], Budget]] = control.all_gather_objects((units, budget))
     budgets = [each for _, each in everyone]
@@ -83,6 +89,11 @@ def make_offloading(
     return Offloading(memory, wish, plan, tuple(largest))
 
 
+def _clear(folder: Path) -> None:
+    with suppress(OSError):  # no such folder, or none to be read: who makes a file there says so
+        remove_leftovers(folder)
+
+
 def _memory(plan: Plan, wish: Offload, device: torch.device, rank: int, units: int) -> TierMemory:
     show = _Progress(plan.used(Tier.HOST)).show if rank == 0 else None
     arena = HostArena(pins=device.type == "cuda", show=show)
@@ -95,7 +106,7 @@ def _memory(plan: Plan, wish: Offload, device: torch.device, rank: int, units: i
 
 
 def _size(name: str, entries: list[Entry], row: Row, precision: Precision, *, world: int, adds_up: bool) -> UnitSize:
-    if not entries:  # a root whose parameters are all in units
+    if not entries:  # the root, where every parameter is in a unit below it
         return UnitSize(name, 0)
     trained = frozen = gathered = 0
     main = entries[0]

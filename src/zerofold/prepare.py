@@ -237,7 +237,7 @@ def attach(
     clip_value  instead: the largest absolute value of an element of a gradient
     scheduler   a learning-rate scheduler to be advanced after every step that was not skipped; do not call its step()
     one_pass    torch's AdamW and Adam in one pass over memory instead of torch's own kernels, whose results differ in
-                the last bit; by default where `precision` is given
+                the last bit; by default where `precision` is given, or states are offloaded
 
     >>> import torch, zerofold as zf
     >>> model = torch.nn.Linear(64, 64)
@@ -261,7 +261,8 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
 
     All ranks must call it. The optimizer that was attached has no use afterwards. A checkpoint that is being written
     in the background is waited for. A model too large to be whole is let go with gather=False: parameters that are
-    not whole here have their shapes left, on the meta device, and nothing is communicated.
+    not whole here have their shapes left, on the meta device, and nothing is communicated but what the last step of
+    offloaded states has left to do.
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 64), stage=3)

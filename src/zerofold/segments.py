@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +38,7 @@ class Segment:
         self._again: list[Tensor] = []
         self._left = {id(tensor) for _, tensor in _left_inside(unit.module)}
         self._dropping = ExitStack()
+        self._buffers = [_Buffer(buffer, is_counted) for buffer, is_counted in _buffers_of(unit.module)]
 
     # the first forward, and the second
 
@@ -53,6 +54,7 @@ class Segment:
 
     def end(self) -> None:
         self._dropping.close()
+        self._buffers = [each for each in self._buffers if each.has_changed]
 
     def cut_off(self, output: Any) -> Any:
         """The output with a new leaf behind each tensor."""
@@ -93,20 +95,38 @@ class Segment:
                 "computed again: write `x = x + …` for `x += …`, inplace=False in its modules, or call "
                 "loss.backward() for each micro-batch instead of zf.accumulate"
             )
+        with self._buffers_before():  # also through backward, which may read them
+            again = self._run_again()
+            pairs = [pair for pair in zip(again, gradients, strict=True) if pair[1] is not None]
+            self._outlets.clear()
+            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        return {key: leaf.grad for key, (_, leaf) in self._inlets.items() if leaf.grad is not None}
+
+    def _run_again(self) -> list[Tensor]:
         args, kwargs = self._given
         with self._random(), self._autocast(), torch.enable_grad():
-            self.unit.module(*args, **kwargs)
+            # Past a __call__ of the module's own, which came before the hooks: Hugging Face's would checkpoint again.
+            nn.Module.__call__(self.unit.module, *args, **kwargs)
         again, self._again = self._again, []
         if [tensor.shape for tensor in again] != [leaf.shape for leaf in self._outlets]:
             raise RuntimeError(
                 f"unit '{self.unit.name}' gave outputs of shapes {[tuple(leaf.shape) for leaf in self._outlets]} in "
                 f"forward and {[tuple(tensor.shape) for tensor in again]} when it was computed again: its result must "
-                "follow from its inputs, parameters and torch's random numbers alone"
+                "follow from its inputs, parameters, buffers and torch's random numbers alone"
             )
-        pairs = [pair for pair in zip(again, gradients, strict=True) if pair[1] is not None]
-        self._outlets.clear()
-        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-        return {key: leaf.grad for key, (_, leaf) in self._inlets.items() if leaf.grad is not None}
+        return again
+
+    @contextmanager
+    def _buffers_before(self) -> Iterator[None]:
+        """Buffers that the first forward changed, as it found them; and after the second as the first left them."""
+        now = [each.buffer.detach().clone() for each in self._buffers]
+        for each in self._buffers:
+            each.buffer.data.copy_(each.before)  # `.data`: to others it has not changed
+        try:
+            yield
+        finally:
+            for each, values in zip(self._buffers, now, strict=True):
+                each.buffer.data.copy_(values)
 
     def _cut_in(self, tensor: Tensor) -> Tensor:
         if not _is_cut(tensor):
@@ -130,6 +150,18 @@ class Segment:
         )
 
 
+class _Buffer:
+    """A buffer of the unit and what it held before the first forward."""
+
+    def __init__(self, buffer: Tensor, is_counted: bool) -> None:
+        self.buffer, self.before = buffer, buffer.detach().clone()
+        self._version, self._is_counted = buffer._version, is_counted
+
+    @property
+    def has_changed(self) -> bool:
+        return not self._is_counted or self.buffer._version != self._version
+
+
 class _Joint(torch.autograd.Function):
     """A leaf's own tensor behind a node, so that what follows may change it in place, as it may any result."""
 
@@ -144,6 +176,15 @@ class _Joint(torch.autograd.Function):
 
 def _is_cut(tensor: Tensor) -> bool:
     return tensor.requires_grad and not isinstance(tensor, ShardedTensor)
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[Tensor, bool]]:
+    """Those that a forward may change, each with whether its version tells: batch norm's kernels leave that alone."""
+    for inner in module.modules():
+        counts = not isinstance(inner, nn.modules.batchnorm._NormBase)
+        for buffer in inner.buffers(recurse=False) if inner.training else ():
+            if not buffer.is_inference():
+                yield buffer, counts
 
 
 def _left_inside(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -70,10 +70,10 @@ def details(row: OffloadRow) -> list[str]:
             f"parameter and step, {row.disk_gb_per_s:.2f} GB/s over the whole step, {row.disk_file_gib:.2f} GiB held"
         )
     for tier, both in (row.tiers or {}).items():
-        off = both["measured_gib"] / both["predicted_gib"] - 1 if both["predicted_gib"] else 0.0
-        lines.append(
-            f"{tier}: {both['predicted_gib']:.2f} GiB predicted, {both['measured_gib']:.2f} GiB measured ({off:+.1%})"
-        )
+        line = f"{tier}: {both['predicted_gib']:.2f} GiB predicted, {both['measured_gib']:.2f} GiB measured"
+        if both["predicted_gib"]:
+            line += f" ({both['measured_gib'] / both['predicted_gib'] - 1:+.1%})"
+        lines.append(line)
     update = (row.books or {}).get("offload", {}).get("update")
     if update:
         lines.append("update: " + ", ".join(f"{name} {value}" for name, value in update.items()))

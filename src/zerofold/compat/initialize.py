@@ -89,7 +89,9 @@ def initialize(
     chosen = _optimizer(model, optimizer, model_parameters, settings, device)
     frozen = _freeze_others(model, chosen)
     try:
-        shard(model, units=leaf_units(model, None), **shard_arguments(settings, chosen))
+        arguments = shard_arguments(settings, chosen)
+        # The engine says itself which backward ends a step. Sums of several need memory of their own, all the same.
+        shard(model, units=leaf_units(model, None), accumulate=settings.accumulate, **arguments)
         if chosen is not None:
             attach(model, chosen, clip=settings.clip)
             chosen.overflow = False  # type: ignore[attr-defined]  # where Accelerate looks for it

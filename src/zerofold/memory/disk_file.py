@@ -75,8 +75,8 @@ class WorkFile:
             raise self._refusal("no file can be made in it", error) from error
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX)  # before the header: a file with a header and no lock has no owner
+            os.pwrite(self.fd, _header(self._about), 0)  # before the room: that may take long, and be killed
             os.posix_fallocate(self.fd, 0, self.size)
-            os.pwrite(self.fd, _header(self._about), 0)
             self.write_manifest([])
             self.is_direct = self._go_direct()
             self.map = mmap.mmap(self.fd, self.size)
@@ -118,11 +118,14 @@ class WorkFile:
             )
 
     def _refusal(self, what: str, error: OSError) -> DiskError:
-        usage = shutil.disk_usage(self.folder)
+        try:
+            free = f"{shutil.disk_usage(self.folder).free:,} free"
+        except OSError:  # the folder was removed, or its disk is gone
+            free = "and the folder is gone"
         return DiskError(
             error.errno or errno.EIO,
             f"the offload folder {self.folder}: {what} ({error.strerror or error}); {self.size:,} bytes needed, "
-            f"{usage.free:,} free; name a folder on a disk with room where this user (uid {os.geteuid()}) may write",
+            f"{free}; name a folder on a disk with room where this user (uid {os.geteuid()}) may write",
         )
 
     def _go_direct(self) -> bool:
@@ -177,7 +180,8 @@ def _remove_leftover(path: Path, fd: int, tag: str) -> None:
         warnings.warn(f"{path} ({size:,} bytes) is of {whose}; if that has ended, remove it by hand", stacklevel=5)
         return
     path.unlink()
-    path.with_name(path.name + ".json").unlink(missing_ok=True)
+    for ending in (".json", ".json.new"):
+        path.with_name(path.name + ending).unlink(missing_ok=True)
     warnings.warn(f"removed {path} ({size:,} bytes), left behind by {whose}, which ended early", stacklevel=5)
 
 

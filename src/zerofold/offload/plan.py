@@ -17,7 +17,6 @@ _RESERVES = (0.15, 0.12, 0.09, 0.06, 0.04)
 _AMPLE_RESERVE = 0.3  # where the host has room for all that leaves the device: a unit there costs little, too little
 # memory for activations costs the run
 _LEAST_RESERVE = 2 * GIB
-_NAMES = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "disk"}
 
 
 class OffloadError(MemoryError):
@@ -125,25 +124,25 @@ def _refusal(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_
     if offload.optimizer == AUTO:
         have = budget.host if budget.one_memory else max(0, budget.device - extra_device - reserve) + budget.host
         said = (
-            f"the states need {_gib(used.device + used.host + used.disk)} GiB, and device, host and disk together have "
-            f"{_gib(have + (budget.disk or 0))} GiB for them"
+            f"the states need {_exact_gib(used.device + used.host + used.disk)} GiB, and device, host and disk "
+            f"together have {_exact_gib(have + (budget.disk or 0))} GiB for them"
         )
     else:
-        said = " and ".join(_overdrawn(used, budget, extra_device + reserve)) or "no placement was found"
+        said = " and ".join(_overdrawn(used, offload, budget, extra_device + reserve)) or "no placement was found"
     fitting = list(_fitting(units, offload, budget, extra_device))
     if not fitting:
         return f"offload: {said}; nothing fits here: give more memory, more ranks or a smaller model"
     return f"offload: {said}; fits: {', or '.join(fitting[:2])}"
 
 
-def _overdrawn(used: Bytes, budget: Budget, taken_on_device: int) -> Iterator[str]:
-    for tier, need, have in (
-        (Tier.DEVICE, used.device + taken_on_device, budget.device),
-        (Tier.HOST, used.host + used.device * budget.one_memory, budget.host),
-        (Tier.NVME, used.disk, budget.disk or 0),
+def _overdrawn(used: Bytes, offload: Offload, budget: Budget, taken_on_device: int) -> Iterator[str]:
+    for name, need, have in (
+        ("device memory", used.device + taken_on_device, budget.device),
+        ("host memory", used.host + used.device * budget.one_memory, budget.host),
+        (f"the disk of {offload.path}", used.disk, budget.disk or 0),
     ):
         if need > have:
-            yield f"needs {_gib(need)} GiB of {_NAMES[tier]}, where {_gib(have)} GiB may be used"
+            yield f"needs {_exact_gib(need)} GiB of {name}, where {_exact_gib(have)} GiB may be used"
 
 
 def _fitting(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_device: int) -> Iterator[str]:
@@ -163,11 +162,20 @@ def _fitting(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_
             units, replace(read_offload(wish), reserve=offload.reserve), replace(budget, disk=disk), extra_device
         )
         if plan is not None:
-            extent = f"{_gib(plan.used(Tier.DEVICE) + extra_device)} GiB on the device"
-            extent += f", {_gib(plan.used(Tier.HOST))} on the host"
-            extent += f", {_gib(plan.used(Tier.NVME))} on disk" if "path" in wish else ""
+            extent = f"{_exact_gib(plan.used(Tier.DEVICE) + extra_device)} GiB on the device"
+            extent += f", {_exact_gib(plan.used(Tier.HOST))} on the host"
+            extent += f", {_exact_gib(plan.used(Tier.NVME))} on disk" if "path" in wish else ""
             yield f"offload={wish} with {extent}"
 
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.1f}"
+
+
+def _exact_gib(nbytes: int) -> str:
+    """For numbers that are compared with each other, however small.
+
+    >>> _exact_gib(3 * GIB), _exact_gib(3 * 2**20)
+    ('3.0', '0.0029')
+    """
+    return f"{nbytes / GIB:.2g}" if 0 < nbytes < GIB // 10 else _gib(nbytes)

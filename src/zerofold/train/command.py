@@ -41,8 +41,8 @@ def train_command(
         str | None,
         typer.Option(
             help="Optimizer states off the device: host, nvme, a part of them from 0 to 1 to the host, or auto: what "
-            "must, parameters too.",
-            metavar="host|nvme|auto|PART",
+            "must, parameters too. A run that goes on keeps its own; device: none from here on.",
+            metavar="host|nvme|auto|PART|device",
             show_default=False,
         ),
     ] = None,
