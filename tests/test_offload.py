@@ -85,16 +85,18 @@ def result(offload: Any, *, backwards: int = 1, device: str = "cpu", **options: 
     return found
 
 
-def places_that_differ(folder: str, stages: list[int], precisions: list[Any], backwards: int) -> list[str]:
-    """Each placement against none, which must give the same bits."""
+def places_that_differ(folder: str, stages: list[int], precisions: list[Any], backwards: int, few: bool) -> list[str]:
+    """Each placement, or a few of them, against none, which must give the same bits."""
     wrong = []
+    names = ("optimizer", "all", "file, gradients too", "all in the file") if few else PLACES
     for stage in stages:
         for precision in precisions:
             options: dict[str, Any] = {"stage": stage, "precision": precision, "backwards": backwards}
             if stage == 0 and precision is None:  # nothing is cut there, so the one pass has nothing to work on
                 continue
             expected = result(None, **options)
-            for name, place in PLACES.items():
+            for name in names:
+                place = PLACES[name]
                 if "parameters" in place and stage < 3:
                     continue
                 offload = place | ({"path": folder} if "nvme" in place.values() else {})
@@ -104,18 +106,29 @@ def places_that_differ(folder: str, stages: list[int], precisions: list[Any], ba
     return wrong
 
 
-@pytest.mark.parametrize("backwards", [1, 3])
-def test_one_rank_trains_to_the_same_bits_wherever_its_states_are(
-    ranks: Callable[..., list[Any]], tmp_path: Any, backwards: int
+@pytest.mark.parametrize(
+    ("world", "stages", "precisions", "backwards", "few"),
+    [
+        (1, [3], ["bf16", None], 1, False),
+        (1, [3], ["bf16"], 3, False),
+        (2, [3], ["bf16"], 1, False),
+        (2, [1, 2], ["bf16"], 1, True),
+        (4, [3], ["bf16"], 1, True),
+        (1, [0, 1, 2, 3], ["bf16", "fp32", None], 3, False),
+        (2, [0, 1, 2, 3], ["bf16", None], 2, False),
+        (4, [2, 3], ["bf16", None], 1, False),
+    ],
+)
+def test_the_same_bits_wherever_the_states_are(
+    ranks: Callable[..., list[Any]],
+    tmp_path: Any,
+    world: int,
+    stages: list[int],
+    precisions: list[Any],
+    backwards: int,
+    few: bool,
 ) -> None:
-    assert ranks(1, places_that_differ, str(tmp_path), [1, 3], ["bf16", None], backwards) == [[]]
-
-
-@pytest.mark.parametrize(("world", "stages"), [(2, [3]), (2, [0, 1, 2]), (4, [2, 3])])
-def test_ranks_train_to_the_same_bits_wherever_their_states_are(
-    ranks: Callable[..., list[Any]], tmp_path: Any, world: int, stages: list[int]
-) -> None:
-    assert ranks(world, places_that_differ, str(tmp_path), stages, ["bf16", None], 1) == [[]] * world
+    assert ranks(world, places_that_differ, str(tmp_path), stages, precisions, backwards, few) == [[]] * world
 
 
 def test_a_root_without_parameters_of_its_own(ranks: Any) -> None:
@@ -153,3 +166,33 @@ def files_when_measured(folder: Path) -> list[str]:
         model, _ = prepared({"optimizer": "nvme", "path": folder}, stage=3)
     zf.close(model)
     return found
+
+
+def checkpoint_across(folder: str) -> list[str]:
+    """Saved from each tier, loaded into every other, and trained on: the same as without a break."""
+    tiers: list[Any] = [None, {"optimizer": "host", "parameters": "host"}, {"optimizer": "nvme", "path": folder}]
+    options: dict[str, Any] = {"stage": 3, "precision": "bf16", "clip": 0.5}
+    model, optimizer = prepared(None, **options)
+    train(model, optimizer, 4)
+    expected = states(model, optimizer)
+    zf.close(model)
+    for position, tier in enumerate(tiers):
+        model, optimizer = prepared(tier, **options)
+        train(model, optimizer, 2)
+        zf.save(model, optimizer, f"{folder}/{position}")
+        zf.close(model)
+    wrong = []
+    for source in range(len(tiers)):
+        for target, tier in enumerate(tiers):
+            model, optimizer = prepared(tier, **options)
+            zf.load(model, optimizer, f"{folder}/{source}")
+            train(model, optimizer, 2, first=2)
+            found = states(model, optimizer)
+            zf.close(model)
+            if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+                wrong.append(f"from {source} to {target}")
+    return wrong
+
+
+def test_checkpoints_do_not_know_of_tiers(ranks: Any, tmp_path: Any) -> None:
+    assert ranks(2, checkpoint_across, str(tmp_path)) == [[]] * 2
