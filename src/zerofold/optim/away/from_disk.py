@@ -79,7 +79,8 @@ class DiskUpdate:
 
     @staticmethod
     def _views(states: Tensor, chunk: Chunk) -> list[Tensor]:
-        return [state[: chunk.size] for state in states]
+        """Room for the chunk's states, each in its own dtype, which is at most as wide as the room's."""
+        return [room.view(each.dtype)[: chunk.size] for room, each in zip(states, chunk.states, strict=True)]
 
     def _offset(self, tensor: Tensor) -> int:
         return self._memory.offset(tensor)
