@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks import raised
 from torch import Tensor, nn
 
 import zerofold as zf
@@ -22,6 +23,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "all in the file": {"optimizer": "nvme", "parameters": "nvme"},
     "gradients alone": {"optimizer": "device", "gradients": "host"},
 }
+
+
+BF16_STATES = zf.Precision(parameters=torch.bfloat16, moments=torch.bfloat16, master=torch.bfloat16)
 
 
 class Block(nn.Module):
@@ -99,7 +103,7 @@ def places_that_differ(folder: str, stages: list[int], precisions: list[Any], ba
 def test_one_rank_trains_to_the_same_bits_wherever_its_states_are(
     ranks: Callable[..., list[Any]], tmp_path: Any, backwards: int
 ) -> None:
-    assert ranks(1, places_that_differ, str(tmp_path), [1, 3], ["bf16", None], backwards) == [[]]
+    assert ranks(1, places_that_differ, str(tmp_path), [1, 3], ["bf16", None, BF16_STATES], backwards) == [[]]
 
 
 @pytest.mark.parametrize(("world", "stages"), [(2, [3]), (2, [0, 1, 2]), (4, [2, 3])])
@@ -107,3 +111,108 @@ def test_ranks_train_to_the_same_bits_wherever_their_states_are(
     ranks: Callable[..., list[Any]], tmp_path: Any, world: int, stages: list[int]
 ) -> None:
     assert ranks(world, places_that_differ, str(tmp_path), stages, ["bf16", None], 1) == [[]] * world
+
+
+def keeps_zeros(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients that are zeros and not None: a unit without a gradient is updated all the same."""
+    for step in range(4):
+        x = model[1](model[0](torch.ones(2, 16)))
+        (model[3](model[2](x) if step % 2 else x).float() ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def keeps_zeros_of_parameters(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        (model(torch.full((2, 16), float(step))).float() ** 2).mean().backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=False)
+
+
+def throws_gradients_away(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        (model(torch.ones(2, 16)).float() ** 2).mean().backward()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(2, 16))
+        train(model, optimizer, 1, first=step)
+
+
+def skips_the_reduction(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        with zf.no_sync(model):
+            (model(torch.ones(2, 16)).float() ** 2).mean().backward()
+        train(model, optimizer, 1, first=step)
+
+
+def changes_gradients(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        (model(torch.ones(2, 16)).float() ** 2).mean().backward()
+        for parameter in model.parameters():
+            parameter.grad.mul_(2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def changes_parameters(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        train(model, optimizer, 1, first=step)
+        with zf.full_params(model), torch.no_grad():
+            model[0].weight.mul_(0.5)
+
+
+def parks_between(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        (model(torch.full((2, 16), float(step))).float() ** 2).mean().backward()
+        optimizer.step()
+        zf.offload_states(model)
+        zf.reload_states(model)
+        optimizer.zero_grad()
+
+
+LOOPS = [
+    keeps_zeros,
+    keeps_zeros_of_parameters,
+    throws_gradients_away,
+    skips_the_reduction,
+    changes_gradients,
+    changes_parameters,
+    parks_between,
+]
+
+
+def loops_that_differ(folder: str, places: list[str], stage: int, precision: Any) -> list[str]:
+    wrong = []
+    for loop in LOOPS:
+        found = []
+        for place in (None, *(PLACES[name] | {"path": folder} for name in places)):
+            model, optimizer = prepared(place, stage=stage, precision=precision, clip=0.5, one_pass=True)
+            loop(model, optimizer)
+            found.append(states(model, optimizer))
+            zf.close(model)
+        same = [all(map(torch.equal, each, found[0])) for each in found[1:]]
+        wrong += [f"{loop.__name__}: {name}" for name, is_same in zip(places, same, strict=True) if not is_same]
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:gradients of several micro-batches")
+@pytest.mark.parametrize(("world", "stage", "precision"), [(1, 3, "bf16"), (1, 2, None), (2, 3, None)])
+def test_unusual_loops_train_to_the_same_bits(
+    ranks: Callable[..., list[Any]], tmp_path: Any, world: int, stage: int, precision: Any
+) -> None:
+    places = ["optimizer", "half"] if stage < 3 else ["all"] if world == 1 else ["file, parameters on the host"]
+    assert ranks(world, loops_that_differ, str(tmp_path), places, stage, precision) == [[]] * world
+
+
+def gradients_read_after_a_step() -> list[str]:
+    model, optimizer = prepared({"optimizer": "host"}, stage=3, precision="bf16")
+    (model(torch.ones(2, 16)).float() ** 2).mean().backward()
+    optimizer.step()
+    errors = [raised(zf.full_grad, parameter) for parameter in model.parameters()]
+    zf.close(model)
+    return errors
+
+
+def test_a_gradient_that_is_used_up_is_refused_on_every_rank(ranks: Callable[..., list[Any]]) -> None:
+    for errors in ranks(2, gradients_read_after_a_step):
+        assert all("read it before optimizer.step()" in error for error in errors)
