@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from tests.ranks import raised
 from torch import Tensor, nn
 
 import zerofold as zf
+from zerofold.memory.disk import DiskError, DiskStore
 
 PLACES: dict[str, dict[str, Any]] = {
     "optimizer": {"optimizer": "host"},
@@ -216,3 +220,51 @@ def gradients_read_after_a_step() -> list[str]:
 def test_a_gradient_that_is_used_up_is_refused_on_every_rank(ranks: Callable[..., list[Any]]) -> None:
     for errors in ranks(2, gradients_read_after_a_step):
         assert all("read it before optimizer.step()" in error for error in errors)
+
+
+def unfrozen_later(folder: str) -> list[bool]:
+    found = []
+    for place in (None, PLACES["file"] | {"path": folder}, PLACES["all in the file"] | {"path": folder}):
+        model = build()
+        for parameter in model[:3].parameters():
+            parameter.requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = zf.prepare(model, optimizer, units=Block, stage=3, offload=place, one_pass=True)
+        train(model, optimizer, 2)
+        model.requires_grad_(True)
+        train(model, optimizer, 2, first=2)
+        found.append(states(model, optimizer))
+        zf.close(model)
+    return [all(map(torch.equal, each, found[0])) for each in found]
+
+
+def test_states_of_parameters_unfrozen_later_go_to_the_file_too(ranks: Callable[..., list[Any]], tmp_path: Any) -> None:
+    assert ranks(1, unfrozen_later, str(tmp_path)) == [[True] * 3]
+
+
+def closed_after_a_failure(folder: str, gather: bool) -> list[Any]:
+    def fail(*_: Any) -> NoReturn:
+        raise DiskError(errno.EIO, "the disk broke")
+
+    threads = set(threading.enumerate())
+    model, optimizer = prepared(PLACES["file"] | {"path": folder}, stage=3, precision="bf16")
+    train(model, optimizer, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskStore, "write", fail)
+        train(model, optimizer, 1)
+        errors = [raised(model, torch.ones(2, 16)), raised(zf.full, model[0].weight)]
+    if gather:
+        errors.append(raised(zf.close, model))
+    else:
+        zf.close(model, gather=False)
+    left = [thread.name for thread in set(threading.enumerate()) - threads]
+    return [errors, left, os.listdir(folder), hasattr(model, "_zerofold_engine")]
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_a_failed_update_is_raised_and_the_model_can_be_let_go(
+    ranks: Callable[..., list[Any]], tmp_path: Any, gather: bool
+) -> None:
+    errors, *left = ranks(1, closed_after_a_failure, str(tmp_path), gather)[0]
+    assert all("the disk broke" in error for error in errors)
+    assert left == [[], [], False]

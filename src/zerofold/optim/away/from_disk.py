@@ -26,7 +26,7 @@ class DiskUpdate:
     """Runs in the thread of a worker. Holds memory for two batches, whatever the model's size."""
 
     def __init__(self, memory: TierMemory, disk: DiskStore, host: HostUpdate, chunk: int) -> None:
-        self._memory, self._disk, self._host = memory, disk, host
+        self._memory, self._disk, self._host, self.chunk = memory, disk, host, chunk
         self._rooms = [
             memory.take(Tier.HOST, BATCH * STATES * chunk, torch.float32, "update ring", "ring").view(BATCH, STATES, -1)
             for _ in range(2)
@@ -69,6 +69,12 @@ class DiskUpdate:
         writes, self._writes = self._writes, []
         for request in writes:
             request.wait()
+
+    def give_back(self) -> None:
+        """Its memory. Nothing may be under way."""
+        for room in self._rooms:
+            self._memory.give(room)
+        self._rooms = []
 
     def _read(self, batch: list[Chunk]) -> None:
         self._reads = [
