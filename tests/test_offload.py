@@ -14,6 +14,8 @@ from tests.ranks import raised
 from torch import Tensor, nn
 
 import zerofold as zf
+from zerofold.engine import Engine
+from zerofold.gradients_away import AwayGradients
 from zerofold.memory.disk import DiskError, DiskStore
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -269,3 +271,22 @@ def test_a_failed_update_is_raised_and_the_model_can_be_let_go(
     errors, *left = ranks(1, closed_after_a_failure, str(tmp_path), gather)[0]
     assert all("the disk broke" in error for error in errors)
     assert left == [[], [], False]
+
+
+def sums_of_three_backwards() -> list[bool]:
+    found = []
+    for place, stays in ((None, False), (PLACES["optimizer"], True), (PLACES["all"], False), (PLACES["all"], True)):
+        model, _ = prepared(place, stage=3, precision="bf16")
+        for slab in Engine.of(model).slabs() if stays else ():
+            assert isinstance(slab.gradients, AwayGradients)
+            slab.gradients.staying = frozenset({0, 2})  # as a GPU with room for them has it
+        for part in range(3):
+            (model(torch.full((2, 16), float(part))).float() ** 2).mean().backward()
+        found.append([zf.full(p.grad) for p in model.parameters()])
+        zf.close(model)
+    return [all(map(torch.equal, each, found[0])) for each in found]
+
+
+@pytest.mark.filterwarnings("ignore:gradients of several micro-batches")
+def test_backwards_that_nobody_planned_add_up_wherever_gradients_wait(ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(1, sums_of_three_backwards) == [[True] * 4]

@@ -147,8 +147,10 @@ class AwayGradients(FaceGradients):
             stacklevel=2,
         )
         self.finish()
+        narrow = self.room.untyped_storage().data_ptr()
         self._flat = self._more_room(self.dtypes.accumulation).copy_(self.room)
         self._is_in_place = False
         for index, face in enumerate(self.faces):
-            if isinstance(face.grad, ShardedTensor):
-                face.grad.move(face.spec.shaped(self._piece(index)))
+            gradient = face.grad  # one that stays on the device was never in the room
+            if isinstance(gradient, ShardedTensor) and gradient.form.untyped_storage().data_ptr() == narrow:
+                face.grad = ShardedTensor(face.spec.shaped(self._piece(index)), face.spec)

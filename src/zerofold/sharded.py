@@ -72,10 +72,6 @@ class ShardedTensor(torch.Tensor):
         """This rank's piece, to ask for its size or its kind: nobody waits for its values, which may be changing."""
         return self._local
 
-    def move(self, local: Tensor) -> None:
-        """The same values are in other memory from now on."""
-        self._local = local.detach()
-
     @property
     def spec(self) -> ShardSpec:
         return self._spec
