@@ -255,7 +255,8 @@ class Slab:
         return self.dtypes.compute if stays else self.dtypes.accumulation
 
     def _home_of_shard(self) -> Tensor:
-        state = "optimizer" if self.requires_grad else "parameters"
+        is_master = self.dtypes.has_master or self.tiers.parameters is not self.tier  # else forward computes with it
+        state = "optimizer" if self.requires_grad and is_master else "parameters"
         return self._take(self.tier, self.dtypes.master, state)
 
     def _take(self, tier: Tier, dtype: torch.dtype, state: str) -> Tensor:
