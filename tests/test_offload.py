@@ -228,12 +228,13 @@ def unfrozen_later(folder: str) -> list[bool]:
     found = []
     for place in (None, PLACES["file"] | {"path": folder}, PLACES["all in the file"] | {"path": folder}):
         model = build()
-        for parameter in model[:3].parameters():
-            parameter.requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name == "3.bias")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = zf.prepare(model, optimizer, units=Block, stage=3, offload=place, one_pass=True)
         train(model, optimizer, 2)
-        model.requires_grad_(True)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
         train(model, optimizer, 2, first=2)
         found.append(states(model, optimizer))
         zf.close(model)
