@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zerofold as zf
 from zerofold.engine import Engine
-from zerofold.optim.away import chunks, start, through_device, updates
+from zerofold.optim.away import chunks, start, through_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 alone = pytest.mark.usefixtures("one_rank")
@@ -24,7 +24,7 @@ SMALL_CHUNK = 2**12  # so that a small model has many
 
 @pytest.fixture
 def one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (chunks, through_device, updates, start):
+    for module in (chunks, through_device, start):
         monkeypatch.setattr(module, "CHUNK", SMALL_CHUNK)
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

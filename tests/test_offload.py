@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
 import torch
+from tests.ranks import raised
 from torch import Tensor, nn
 
 import zerofold as zf
 from zerofold import offloading
+from zerofold.engine import Engine
+from zerofold.gradients_away import AwayGradients
+from zerofold.memory.disk import DiskError, DiskStore
 from zerofold.memory.disk_file import MAGIC
 from zerofold.offload.budget import available
 
@@ -31,6 +37,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "all in the file": {"optimizer": "nvme", "parameters": "nvme"},
     "gradients alone": {"optimizer": "device", "gradients": "host"},
 }
+
+
+BF16_STATES = zf.Precision(parameters=torch.bfloat16, moments=torch.bfloat16, master=torch.bfloat16)
 
 
 class Block(nn.Module):
@@ -110,7 +119,7 @@ def places_that_differ(folder: str, stages: list[int], precisions: list[Any], ba
     ("world", "stages", "precisions", "backwards", "few"),
     [
         (1, [3], ["bf16", None], 1, False),
-        (1, [3], ["bf16"], 3, False),
+        (1, [3], ["bf16", BF16_STATES], 3, False),
         (2, [3], ["bf16"], 1, False),
         (2, [1, 2], ["bf16"], 1, True),
         (4, [3], ["bf16"], 1, True),
@@ -196,3 +205,177 @@ def checkpoint_across(folder: str) -> list[str]:
 
 def test_checkpoints_do_not_know_of_tiers(ranks: Any, tmp_path: Any) -> None:
     assert ranks(2, checkpoint_across, str(tmp_path)) == [[]] * 2
+
+
+def keeps_zeros(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients that are zeros and not None: a unit without a gradient is updated all the same."""
+    for step in range(4):
+        x = model[1](model[0](torch.ones(2, 16)))
+        (model[3](model[2](x) if step % 2 else x).float() ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def keeps_zeros_of_parameters(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        (model(torch.full((2, 16), float(step))).float() ** 2).mean().backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=False)
+
+
+def throws_gradients_away(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        (model(torch.ones(2, 16)).float() ** 2).mean().backward()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(2, 16))
+        train(model, optimizer, 1, first=step)
+
+
+def skips_the_reduction(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        with zf.no_sync(model):
+            (model(torch.ones(2, 16)).float() ** 2).mean().backward()
+        train(model, optimizer, 1, first=step)
+
+
+def changes_gradients(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        (model(torch.ones(2, 16)).float() ** 2).mean().backward()
+        for parameter in model.parameters():
+            parameter.grad.mul_(2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def changes_parameters(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        train(model, optimizer, 1, first=step)
+        with zf.full_params(model), torch.no_grad():
+            model[0].weight.mul_(0.5)
+
+
+def parks_between(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        (model(torch.full((2, 16), float(step))).float() ** 2).mean().backward()
+        optimizer.step()
+        zf.offload_states(model)
+        zf.reload_states(model)
+        optimizer.zero_grad()
+
+
+LOOPS = [
+    keeps_zeros,
+    keeps_zeros_of_parameters,
+    throws_gradients_away,
+    skips_the_reduction,
+    changes_gradients,
+    changes_parameters,
+    parks_between,
+]
+
+
+def loops_that_differ(folder: str, places: list[str], stage: int, precision: Any) -> list[str]:
+    wrong = []
+    for loop in LOOPS:
+        found = []
+        for place in (None, *(PLACES[name] | {"path": folder} for name in places)):
+            model, optimizer = prepared(place, stage=stage, precision=precision, clip=0.5, one_pass=True)
+            loop(model, optimizer)
+            found.append(states(model, optimizer))
+            zf.close(model)
+        same = [all(map(torch.equal, each, found[0])) for each in found[1:]]
+        wrong += [f"{loop.__name__}: {name}" for name, is_same in zip(places, same, strict=True) if not is_same]
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:gradients of several micro-batches")
+@pytest.mark.parametrize(("world", "stage", "precision"), [(1, 3, "bf16"), (1, 2, None), (2, 3, None)])
+def test_unusual_loops_train_to_the_same_bits(
+    ranks: Callable[..., list[Any]], tmp_path: Any, world: int, stage: int, precision: Any
+) -> None:
+    places = ["optimizer", "half"] if stage < 3 else ["all"] if world == 1 else ["file, parameters on the host"]
+    assert ranks(world, loops_that_differ, str(tmp_path), places, stage, precision) == [[]] * world
+
+
+def gradients_read_after_a_step() -> list[str]:
+    model, optimizer = prepared({"optimizer": "host"}, stage=3, precision="bf16")
+    (model(torch.ones(2, 16)).float() ** 2).mean().backward()
+    optimizer.step()
+    errors = [raised(zf.full_grad, parameter) for parameter in model.parameters()]
+    zf.close(model)
+    return errors
+
+
+def test_a_gradient_that_is_used_up_is_refused_on_every_rank(ranks: Callable[..., list[Any]]) -> None:
+    for errors in ranks(2, gradients_read_after_a_step):
+        assert all("read it before optimizer.step()" in error for error in errors)
+
+
+def unfrozen_later(folder: str) -> list[bool]:
+    found = []
+    for place in (None, PLACES["file"] | {"path": folder}, PLACES["all in the file"] | {"path": folder}):
+        model = build()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name == "3.bias")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = zf.prepare(model, optimizer, units=Block, stage=3, offload=place, one_pass=True)
+        train(model, optimizer, 2)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        train(model, optimizer, 2, first=2)
+        found.append(states(model, optimizer))
+        zf.close(model)
+    return [all(map(torch.equal, each, found[0])) for each in found]
+
+
+def test_states_of_parameters_unfrozen_later_go_to_the_file_too(ranks: Callable[..., list[Any]], tmp_path: Any) -> None:
+    assert ranks(1, unfrozen_later, str(tmp_path)) == [[True] * 3]
+
+
+def closed_after_a_failure(folder: str, gather: bool) -> list[Any]:
+    def fail(*_: Any) -> NoReturn:
+        raise DiskError(errno.EIO, "the disk broke")
+
+    threads = set(threading.enumerate())
+    model, optimizer = prepared(PLACES["file"] | {"path": folder}, stage=3, precision="bf16")
+    train(model, optimizer, 1)
+    zf.full(model[0].weight)  # its update is over
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskStore, "write", fail)
+        train(model, optimizer, 1)
+        errors = [raised(model, torch.ones(2, 16)), raised(zf.full, model[0].weight)]
+    if gather:
+        errors.append(raised(zf.close, model))
+    else:
+        zf.close(model, gather=False)
+    left = [thread.name for thread in set(threading.enumerate()) - threads]
+    return [errors, left, os.listdir(folder), hasattr(model, "_zerofold_engine")]
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_a_failed_update_is_raised_and_the_model_can_be_let_go(
+    ranks: Callable[..., list[Any]], tmp_path: Any, gather: bool
+) -> None:
+    errors, *left = ranks(1, closed_after_a_failure, str(tmp_path), gather)[0]
+    assert all("the disk broke" in error for error in errors)
+    assert left == [[], [], False]
+
+
+def sums_of_three_backwards() -> list[bool]:
+    found = []
+    for place, stays in ((None, False), (PLACES["optimizer"], True), (PLACES["all"], False), (PLACES["all"], True)):
+        model, _ = prepared(place, stage=3, precision="bf16")
+        for slab in Engine.of(model).slabs() if stays else ():
+            assert isinstance(slab.gradients, AwayGradients)
+            slab.gradients.staying = frozenset({0, 2})  # as a GPU with room for them has it
+        for part in range(3):
+            (model(torch.full((2, 16), float(part))).float() ** 2).mean().backward()
+        found.append([zf.full(p.grad) for p in model.parameters()])
+        zf.close(model)
+    return [all(map(torch.equal, each, found[0])) for each in found]
+
+
+@pytest.mark.filterwarnings("ignore:gradients of several micro-batches")
+def test_backwards_that_nobody_planned_add_up_wherever_gradients_wait(ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(1, sums_of_three_backwards) == [[True] * 4]

@@ -113,6 +113,7 @@ def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> N
                 slab.shard[piece.shard_start : piece.shard_stop] = own
         if any(is_written) and slab.has_own_shard:
             slab.mark_changed()
+            slab.note_versions()  # the change is in the shard now
 
 
 def _differs_from_shard(slab: Slab, index: int) -> bool:

@@ -295,17 +295,17 @@ class Engine:
             self.parked.restore()
         self.is_closed = True
         self.reducer.finish()
-        if self.updates is not None:
-            self.updates.close()
-        if gather:
+        failure = self._end_updates()
+        if gather and failure is None:
             self.hold_all(masters=True)
-        else:
+        elif failure is None:
             self.schedule.wait_all()
             # Whole parameters stay, so they are to be what the last step makes of them: where states are offloaded,
             # nobody has begun to gather them.
             for unit in self.units:
                 if not unit.is_cut and unit.is_stale:
                     self.schedule.make_current(unit)
+        wants_values, gather = gather, gather and failure is None
         self.hooks.remove()
         cut = self.row.parameters.is_cut
         away = [] if gather else [slab for slab in self.slabs() if slab.has_own_shard and (cut or not slab.is_kept)]
@@ -337,6 +337,18 @@ class Engine:
         if self.saving_group is not None and dist.is_initialized():
             dist.destroy_process_group(self.saving_group)
         self._end_groups()
+        if wants_values and failure is not None:
+            raise failure
+
+    def _end_updates(self) -> Exception | None:
+        """What went wrong in them, after which there are no values to leave behind; all else can be let go of."""
+        updates, failure = self.updates, None
+        if updates is not None:
+            try:
+                updates.close()
+            except Exception as error:
+                self.updates, failure = None, error
+        return failure
 
     def _end_groups(self) -> None:
         if self.watch is not None:

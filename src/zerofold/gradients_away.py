@@ -11,7 +11,7 @@ meets the new gradient on the device, and goes down again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from zerofold.gradients import FaceGradients
 from zerofold.layout import FlatLayout
 from zerofold.memory import Done, Transfers
 from zerofold.precision import Dtypes
+from zerofold.reduce import Reducer
 from zerofold.sharded import ShardedParameter, ShardedTensor
 
 
@@ -67,6 +68,34 @@ class AwayGradients(FaceGradients):
         if isinstance(gradient, ShardedTensor) and gradient.form.device == self.room.device:
             gradient.is_used_up = True
         self.spoiled.discard(index)
+
+    def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None:
+        super().launch(reducer, unit, across=across)
+        if self._is_in_place and (reducer.comm.size > 1 or reducer.across is not None):
+            self.spoiled.update(range(len(self.parameters)))  # also with zeros, where no rank had a gradient
+
+    def settle(self, present: Sequence[bool]) -> None:
+        super().settle(present)
+        if self._is_in_place:  # zeros that nobody sees make way for parameters again
+            self._holds_value = [
+                holds and shown for holds, shown in zip(self._holds_value, self._is_shown, strict=True)
+            ]
+
+    def keep_partial(self) -> None:
+        waiting = [index for index, local in enumerate(self._local) if local is not None]
+        super().keep_partial()
+        if self._is_in_place:
+            self.spoiled.update(waiting)  # zeros, to which the last backward adds
+
+    def _notice_clearing(self, index: int) -> None:
+        shown = self.faces[index].grad
+        if isinstance(shown, ShardedTensor) and shown.is_used_up and shown.was_zeroed:
+            # Wanted as zeros, and its memory was not its own then. The update that took it has ended since.
+            shown.is_used_up, shown.known_norm = False, None
+            self._piece(index).zero_()
+            if self._is_in_place:
+                self.spoiled.add(index)
+        super()._notice_clearing(index)
 
     @torch.no_grad()
     def _adopt(self, local: list[Tensor | None], scale: float) -> None:
@@ -118,8 +147,10 @@ class AwayGradients(FaceGradients):
             stacklevel=2,
         )
         self.finish()
+        narrow = self.room.untyped_storage().data_ptr()
         self._flat = self._more_room(self.dtypes.accumulation).copy_(self.room)
         self._is_in_place = False
         for index, face in enumerate(self.faces):
-            if isinstance(face.grad, ShardedTensor):
-                face.grad.move(face.spec.shaped(self._piece(index)))
+            gradient = face.grad  # one that stays on the device was never in the room
+            if isinstance(gradient, ShardedTensor) and gradient.form.untyped_storage().data_ptr() == narrow:
+                face.grad = ShardedTensor(face.spec.shaped(self._piece(index)), face.spec)

@@ -233,7 +233,7 @@ def _tensors(engine: Engine, state: str) -> Iterator[Tensor]:
     for tensor in chain.from_iterable(map(tensors_in, _held(engine, state))):
         if not isinstance(tensor, ShardedTensor):
             yield tensor
-        elif not isinstance(tensor, FaceGradient):  # which only looks another one up
+        elif not isinstance(tensor, FaceGradient) and not tensor.is_used_up:  # they have no memory of their own
             yield tensor.local
 
 

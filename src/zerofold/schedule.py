@@ -122,8 +122,10 @@ class Schedule:
         for unit in self.units:  # in an order that ranks share, whatever order each ran them in
             if not unit.is_stale or unit.state is State.RELEASED:
                 continue
-            if any(slab.update is not None for slab in unit.slabs):
-                unit.fetch_when_touched()  # its next use waits for its own update, not this step for all of them
+            if self._is_alone and any(slab.update is not None for slab in unit.slabs):
+                # Its next use waits for its own update, not this step for all of them. With other ranks it would have
+                # to be gathered then, and a rank that reads a parameter by itself would wait for them in vain.
+                unit.fetch_when_touched()
             elif is_last:
                 self._gather(unit)
             else:

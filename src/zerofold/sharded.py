@@ -72,10 +72,6 @@ class ShardedTensor(torch.Tensor):
         """This rank's piece, to ask for its size or its kind: nobody waits for its values, which may be changing."""
         return self._local
 
-    def move(self, local: Tensor) -> None:
-        """The same values are in other memory from now on."""
-        self._local = local.detach()
-
     @property
     def spec(self) -> ShardSpec:
         return self._spec
@@ -250,11 +246,19 @@ class FaceGradient(ShardedTensor):
 
     @property
     def _local(self) -> Tensor:  # type: ignore[override]
-        return self._original().local
+        return self._original().form
 
     @property
     def _spec(self) -> ShardSpec:  # type: ignore[override]
         return self._face.spec
+
+    @property
+    def known_norm(self) -> Tensor | None:
+        return self._original().known_norm
+
+    @known_norm.setter
+    def known_norm(self, value: Tensor | None) -> None:
+        self._original().known_norm = value
 
     @property
     def was_zeroed(self) -> bool:
@@ -361,8 +365,11 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if any(tensor.is_used_up for tensor in _sharded_in(args, kwargs)):
         if not rule.zeroes:
             raise RuntimeError(_used_up(first))
-        for tensor in _sharded_in(args, kwargs):  # its memory is no longer its own
+        for tensor in _sharded_in(args, kwargs):
             tensor.was_zeroed = True
+            if not tensor.is_used_up:  # the memory of the others is no longer their own
+                tensor._local.zero_()
+                tensor.known_norm = None
         return args[0] if rule.returns_written else None
     if rule.draws and args[0] is first and first._spec.loose is not None:
         return _draw(func, first, args[1:], kwargs)

@@ -260,7 +260,8 @@ class Slab:
         return self.dtypes.compute if stays else self.dtypes.accumulation
 
     def _home_of_shard(self) -> Tensor:
-        state = "optimizer" if self.requires_grad else "parameters"
+        is_master = self.dtypes.has_master or self.tiers.parameters is not self.tier  # else forward computes with it
+        state = "optimizer" if self.requires_grad and is_master else "parameters"
         return self._take(self.tier, self.dtypes.master, state)
 
     def _take(self, tier: Tier, dtype: torch.dtype, state: str) -> Tensor:
@@ -316,8 +317,11 @@ class Slab:
         is_written = self.is_kept and self._written_version == self.version
         if is_written and self.layout.world == 1:
             return update  # which writes where forward reads
-        if not is_written and self.tier is Tier.NVME and (self.resident is None or self._resident_is_lent):
-            self.home.step.look(self._shard)  # a unit can be used before its states are back in the file
+        reads_shard = self.resident is None or self._resident_is_lent
+        if not is_written and (self._resident_is_old or (self.tier is Tier.NVME and reads_shard)):
+            # A unit can be used before its states are back in the file, and before gradients that nobody wants any more
+            # have come down to where its parameters go.
+            self.home.step.look(self._shard)
         transfers = self.home.transfers
         if self.resident is not None and self.tiers.parameters is Tier.NVME:
             return self._read(self.resident, update)
@@ -351,8 +355,8 @@ class Slab:
 
     def _bring(self, target: Tensor) -> None:
         source = self._shard if self.resident is None or self._resident_is_lent else self.resident
-        if source is self.resident and (self._resident_version != self.version or self._spoiled):
-            source.copy_(self._shard)  # the last step was skipped, or somebody else than the update changed the master
+        if source is self.resident and self._resident_is_old:
+            source.copy_(self._shard)
             self._resident_version = self.version
             self._spoiled.clear()
         if source.dtype is target.dtype or source.device == target.device:
@@ -365,6 +369,13 @@ class Slab:
     def _resident_is_lent(self) -> bool:
         """A gradient is in its place."""
         return isinstance(self.gradients, AwayGradients) and self.gradients.is_in_place_of_parameters
+
+    @property
+    def _resident_is_old(self) -> bool:
+        """It has to be made anew: the last step was skipped, or somebody else than the update changed the master."""
+        if self.resident is None or self._resident_is_lent:
+            return False
+        return self._resident_version != self.version or bool(self._spoiled)
 
     @property
     def _spoiled(self) -> set[int]:

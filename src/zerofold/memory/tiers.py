@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,7 @@ class TierMemory:
     def __init__(self, device: torch.device, arena: HostArena | None, disk: DiskStore | None) -> None:
         self.device, self.arena, self.disk = device, arena, disk
         self._blocks: dict[int, tuple[Tensor, Tier, str, Extent | None]] = {}  # by the address of their storage
+        self._lock = threading.RLock()  # an update takes and borrows memory in a thread of its own
         self._was_used = False  # a part of the file, which is zeros until then
         self._staging: list[tuple[Tensor, Done]] = []  # host memory that was read into, and the end of its last use
 
@@ -31,7 +33,10 @@ class TierMemory:
         """Zeros. What another tier than the device gives has a version counter of its own."""
         if tier is Tier.DEVICE or not numel:
             return torch.zeros(numel, dtype=dtype, device=self.device if tier is Tier.DEVICE else "cpu")
-        nbytes = numel * dtype.itemsize
+        with self._lock:
+            return self._take(tier, numel * dtype.itemsize, state, label).view(dtype).data
+
+    def _take(self, tier: Tier, nbytes: int, state: str, label: str) -> Tensor:
         if tier is Tier.HOST:
             assert self.arena is not None, "no host memory was planned for this model"
             block, extent = self.arena.take(nbytes), None
@@ -42,7 +47,7 @@ class TierMemory:
             if self._was_used:
                 block.zero_()
         self._blocks[_address(block)] = block, tier, state, extent
-        return block[:nbytes].view(dtype).data
+        return block[:nbytes]
 
     def give(self, tensor: Tensor) -> None:
         """Nobody may use it after this."""
@@ -68,16 +73,17 @@ class TierMemory:
 
     def borrow(self, nbytes: int) -> Tensor:
         """Host memory to read a part of the file into; `bring_back` when its use has been set going."""
-        for index, (block, used) in enumerate(self._staging):
-            if block.nbytes >= nbytes:
-                del self._staging[index]
-                used.finish()
-                return block[:nbytes]
-        return self.take(Tier.HOST, nbytes, torch.uint8, "staging", "staging")
+        with self._lock:
+            for index, (block, used) in enumerate(self._staging):
+                if block.nbytes >= nbytes:
+                    del self._staging[index]
+                    used.finish()
+                    return block[:nbytes]
+            return self._take(Tier.HOST, nbytes, "staging", "staging")
 
     def bring_back(self, block: Tensor, used: Done) -> None:
-        whole = self._blocks[_address(block)][0]
-        self._staging.append((whole, used))
+        with self._lock:
+            self._staging.append((self._blocks[_address(block)][0], used))
 
     def bytes_by_state(self, tier: Tier) -> dict[str, int]:
         """Off the device; what is on it belongs to whoever took it."""

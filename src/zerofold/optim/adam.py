@@ -78,11 +78,11 @@ def _piece(
     piece = slab.layout.pieces(slab.place)[index]
     step = _ready_state(engine, optimizer, face, slab, index)
     assert isinstance(face.grad, ShardedTensor)
-    if not piece.size:
-        return []
     gradient = face.grad.form.detach().reshape(-1)
     if isinstance(slab.gradients, AwayGradients):
-        slab.gradients.use_up(index)
+        slab.gradients.use_up(index)  # on every rank: one that has no piece of it must not wait where others raise
+    if not piece.size:
+        return []
     seed, streams = _seed(step, face, slab), index in slab.streamed
     return [Piece(piece.shard_start, piece.shard_stop, gradient, settings, step, seed, streams)]
 

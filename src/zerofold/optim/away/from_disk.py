@@ -27,7 +27,7 @@ class DiskUpdate:
     """Runs in the thread of a worker. Holds memory for two batches, whatever the model's size."""
 
     def __init__(self, memory: TierMemory, disk: DiskStore, host: HostUpdate, chunk: int) -> None:
-        self._memory, self._disk, self._host = memory, disk, host
+        self._memory, self._disk, self._host, self.chunk = memory, disk, host, chunk
         self._rooms = [
             memory.take(Tier.HOST, BATCH * STATES * chunk, torch.float32, "update ring", "ring").view(BATCH, STATES, -1)
             for _ in range(2)
@@ -64,7 +64,7 @@ class DiskUpdate:
             job.wait()
             if chunk.copy is not None and _is_in_file(chunk):
                 made = self._memory.borrow(chunk.copy.nbytes).view(chunk.copy.dtype)
-                made.copy_(states[0][: chunk.size])
+                made.copy_(self._views(states, chunk)[0])
                 copies.append((made, self._disk.write(self._offset(chunk.copy), made)))
         for request in self._reads if following else ():
             request.wait()
@@ -82,6 +82,12 @@ class DiskUpdate:
         for request in writes:
             request.wait()
 
+    def give_back(self) -> None:
+        """Its memory. Nothing may be under way."""
+        for room in self._rooms:
+            self._memory.give(room)
+        self._rooms = []
+
     def _read(self, batch: list[Chunk]) -> None:
         self._reads = [
             self._disk.read(self._offset(there), here)
@@ -91,7 +97,8 @@ class DiskUpdate:
 
     @staticmethod
     def _views(states: Tensor, chunk: Chunk) -> list[Tensor]:
-        return [state[: chunk.size] for state in states]
+        """Room for the chunk's states, each in its own dtype, which is at most as wide as the room's."""
+        return [room.view(each.dtype)[: chunk.size] for room, each in zip(states, chunk.states, strict=True)]
 
     def _offset(self, tensor: Tensor) -> int:
         return self._memory.offset(tensor)

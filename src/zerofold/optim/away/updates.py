@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from zerofold.gradients_away import AwayGradients
 from zerofold.memory import Done, TierMemory, Transfers
-from zerofold.optim.away.chunks import CHUNK, Chunk, Ends, Piece, Scaling, chunks_of
+from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of
 from zerofold.optim.away.from_disk import DiskUpdate
 from zerofold.optim.away.on_host import HostUpdate
 from zerofold.optim.away.through_device import DeviceUpdate
@@ -126,11 +127,7 @@ class AwayUpdates:
             self._through = DeviceUpdate(device, up, ahead=way.ahead)
             self._device_worker = HostWorker(1, None)
         self._from_disk: DiskUpdate | None = None
-        on_disk = [slab.master.numel() for slab in trained if slab.tier is Tier.NVME]
-        if on_disk and memory.disk is not None:
-            size = min(CHUNK, -(-max(on_disk) // _PAGE) * _PAGE)
-            self._from_disk = DiskUpdate(memory, memory.disk, self._host, size)
-            self._disk_worker = HostWorker(1, None)
+        self._disk_worker: HostWorker | None = None
         self._versions: dict[Slab, tuple[int, ...]] = {}  # of states in the file, as the last update left them
         self._under_way: list[SlabUpdate] = []
         self._last: list[Job | PoolJob] = []
@@ -234,12 +231,14 @@ class AwayUpdates:
         }
 
     def close(self) -> None:
-        self.finish()
-        self._pool.close()
-        if self._through is not None:
-            self._device_worker.close()
-        if self._from_disk is not None:
-            self._disk_worker.close()
+        """Ends the threads, also where an update has failed; raises that."""
+        with ExitStack() as ends:
+            ends.callback(self._pool.close)
+            if self._through is not None:
+                ends.callback(self._device_worker.close)
+            if self._disk_worker is not None:
+                ends.callback(self._disk_worker.close)
+            self.finish()
 
     def _bring_to_file(self, slab: Slab) -> None:
         if self._versions.get(slab) != _versions(slab):  # filled, loaded or changed by hand: in memory, not in the file
@@ -247,16 +246,28 @@ class AwayUpdates:
                 self._memory.written(state)
 
     def _submit_from_disk(self, queue: list[tuple[Chunk, SlabUpdate]]) -> None:
-        disk = self._from_disk
-        if disk is None or not queue:
+        if not queue:
             return
+        disk, worker = self._ready_for_disk(max(chunk.size for chunk, _ in queue))
         updates = {id(chunk): update for chunk, update in queue}
         batches = list(disk.batches([chunk for chunk, _ in queue]))
         for batch, following in zip(batches, [*batches[1:], []], strict=True):
-            job = self._disk_worker.submit(_from_disk(disk, batch, following, updates))
+            job = worker.submit(_from_disk(disk, batch, following, updates))
             self._last.append(job)
             for chunk in batch:
                 updates[id(chunk)].jobs.append(job)
+
+    def _ready_for_disk(self, size: int) -> tuple[DiskUpdate, HostWorker]:
+        """With room for chunks of that many elements: parameters that are unfrozen later may need more than others."""
+        if self._from_disk is not None and self._from_disk.chunk < size:
+            self._from_disk.give_back()
+            self._from_disk = None
+        if self._from_disk is None:
+            assert self._memory.disk is not None
+            self._from_disk = DiskUpdate(self._memory, self._memory.disk, self._host, -(-size // _PAGE) * _PAGE)
+        if self._disk_worker is None:
+            self._disk_worker = HostWorker(1, None)
+        return self._from_disk, self._disk_worker
 
 
 def _can_stream(slab: Slab) -> bool:
