@@ -183,6 +183,9 @@ def test_the_ceilings_of_offloading_are_measured(tmp_path):
     assert {"1 thread", "chosen", "blocks of 2**19"} <= {name for part, name in rows if part == "host update"}
     through, raw = rows["disk", "mixed, NVMe tier"], rows["disk", "mixed, raw"]
     assert through["share"] == pytest.approx(through["gb_per_s"] / raw["gb_per_s"])
+    in_file = rows["engine", "update in a file"]
+    assert in_file["share"] == pytest.approx(in_file["gb_per_s"] / raw["gb_per_s"])
+    assert rows["engine", "update on the host"]["ceiling"] == "chosen"
     assert not [file for file in tmp_path.rglob("*") if file.is_file()], "the measurement leaves nothing behind"
 
 

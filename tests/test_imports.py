@@ -31,6 +31,8 @@ ROOMS = [
     "reduce",
     "gradients",
     "gradients_away",
+    "entry",
+    "group_copy",
     "slab",
     "unit",
     "segments",

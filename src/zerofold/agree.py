@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from zerofold.comm import Comm
-from zerofold.slab import Entry
+from zerofold.entry import Entry
 
 T = TypeVar("T")
 

@@ -10,10 +10,11 @@ from torch import nn
 
 from zerofold.agree import check_same_on_all_ranks, fingerprint
 from zerofold.dealing import choose_dtypes, choose_owners, split
+from zerofold.entry import Entry, Home
 from zerofold.hooks import Hooks
 from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule
-from zerofold.slab import Entry, Home, Slab
+from zerofold.slab import Slab
 from zerofold.unit import Unit
 from zerofold.units import assign
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from zerofold.entry import Entry, dtypes_of, lay_out
 from zerofold.layout import balance
 from zerofold.placement import Cut, Row
 from zerofold.precision import Dtypes, Precision
-from zerofold.slab import Entry, dtypes_of, lay_out
 
 _LARGE_ROOT_PARAMETER = 2**20  # bytes
 

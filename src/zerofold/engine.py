@@ -17,6 +17,7 @@ from zerofold.boundary import Boundary
 from zerofold.buffers import Buffers
 from zerofold.changes import Changes
 from zerofold.dealing import live_bound, split
+from zerofold.entry import EngineLink, Entry, Home
 from zerofold.filling import fill_new
 from zerofold.gradients_away import AwayGradients
 from zerofold.groups import Groups
@@ -33,7 +34,7 @@ from zerofold.replicas import Replicas
 from zerofold.schedule import Schedule
 from zerofold.shard_spec import StepScope
 from zerofold.sharded import ShardedParameter
-from zerofold.slab import EngineLink, Entry, Home, Slab
+from zerofold.slab import Slab
 from zerofold.unit import Unit
 from zerofold.watch import Watch
 

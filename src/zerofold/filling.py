@@ -13,7 +13,8 @@ import torch
 
 from zerofold.agree import agree
 from zerofold.comm import Comm
-from zerofold.slab import Slab, Source
+from zerofold.entry import Source
+from zerofold.slab import Slab
 
 _READ_AT_ONCE = 2**22  # elements, on their way from the file to the shard
 

@@ -15,6 +15,7 @@ import torch
 from zerofold.agree import agree
 from zerofold.comm import Comm
 from zerofold.dealing import split
+from zerofold.entry import Entry, dtypes_of, lay_out
 from zerofold.memory import TierMemory
 from zerofold.memory.arena import HostArena
 from zerofold.memory.disk import PAGE, DiskStore
@@ -25,7 +26,6 @@ from zerofold.offload.sizes import UnitSize
 from zerofold.offload.wishes import Offload
 from zerofold.placement import Row, Tier, Tiers
 from zerofold.precision import Precision
-from zerofold.slab import Entry, dtypes_of, lay_out
 
 GIB = 2**30
 UPDATE_RING = 17 * 2**26  # bytes of the device: four chunks of 2**24 parameters on their way through it

@@ -21,6 +21,7 @@ from zerofold.comm import Comm
 from zerofold.configured import Config, configured, scheduler_of, shard_arguments
 from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
 from zerofold.engine import Engine
+from zerofold.entry import Entry
 from zerofold.groups import Groups, destroy, make_control, ranks_along
 from zerofold.materialise import Init, Materialiser, on_meta
 from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
@@ -31,7 +32,6 @@ from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
-from zerofold.slab import Entry
 from zerofold.state_dicts import StateDicts
 from zerofold.units import UnitChoice, assign, find_units
 

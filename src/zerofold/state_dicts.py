@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zerofold.engine import Engine
+from zerofold.entry import Entry
 from zerofold.sharded import ShardedParameter, ShardedTensor
-from zerofold.slab import Entry, Slab
+from zerofold.slab import Slab
 from zerofold.units import names_of_modules, names_of_sites
 
 

@@ -7,10 +7,11 @@ from enum import Enum
 
 from torch import Tensor, nn
 
+from zerofold.entry import Entry, Waitable
 from zerofold.guard import guard, unguard
 from zerofold.placement import Row
 from zerofold.sharded import ShardedParameter
-from zerofold.slab import Entry, Slab, Waitable
+from zerofold.slab import Slab
 
 
 class State(Enum):

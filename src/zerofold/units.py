@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from zerofold.slab import Entry
+from zerofold.entry import Entry
 
 # Containers: nobody calls their forward, so nothing would gather their parameters.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -1,4 +1,4 @@
-"""`zerofold bench io`: the ceilings of offloading on this machine, each measured by itself.
+"""`zerofold bench io`: the ceilings of offloading on this machine, each by itself, and how close the engine comes.
 
 device ◄── pcie ──► host memory ◄── host update ──► cores
                         ▲
@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from zerofold.bench.io_disk import disk_rates
+from zerofold.bench.io_engine import engine_rates
 from zerofold.bench.io_host import host_rates
 from zerofold.bench.io_pcie import pcie_rates
 from zerofold.bench.io_rows import Rate, print_rates
@@ -35,7 +36,7 @@ def bench_io_command(
     path: Annotated[Path | None, typer.Option(help="A folder on the disk to measure. No disk if left out.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Measure what bounds offloading: the way to the GPU, the update on the host, and a disk.
+    """Measure what bounds offloading: the way to the GPU, the update on the host, and a disk; and how close it comes.
 
     GB/s count what is read and what is written. The fastest of a few rounds is shown.
 
@@ -48,7 +49,7 @@ def bench_io_command(
     try:
         nbytes = _checked_bytes(size)
         if path is not None and not path.is_dir():
-            raise ValueError(f"--path {path}: there is no such folder")
+            raise ValueError(f"--path {path}: there is no such folder; make it first")
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -56,6 +57,7 @@ def bench_io_command(
         "pcie": (lambda: pcie_rates(nbytes)) if on_gpu else "no accelerator here",
         "host update": lambda: host_rates(nbytes),
         "disk": (lambda: disk_rates(path, nbytes)) if path is not None else "name a folder on it with --path",
+        "engine": lambda: engine_rates(path, nbytes, rates),
     }
     rates: list[Rate] = []
     skipped: dict[str, str] = {}

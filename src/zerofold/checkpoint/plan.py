@@ -13,7 +13,7 @@ from zerofold.checkpoint import states
 from zerofold.checkpoint.contents import CheckpointError, Contents, Stored, clean, numel
 from zerofold.checkpoint.sources import check_fits, names_in_files
 from zerofold.engine import Engine
-from zerofold.slab import Entry
+from zerofold.entry import Entry
 from zerofold.units import names_of_modules, names_of_sites
 
 _AT_ONCE = 2**24  # elements

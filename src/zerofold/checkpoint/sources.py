@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofold.checkpoint.contents import Contents, Stored, clean, numel
-from zerofold.slab import Entry
+from zerofold.entry import Entry
 
 _PEFT_ROOT = "base_model.model."
 _PEFT_LAYERS = frozenset({"base_layer", "original_module"})

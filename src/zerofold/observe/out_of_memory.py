@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from zerofold.engine import Engine
+from zerofold.entry import Entry, dtypes_of
 from zerofold.observe.ledger import Ledger
 from zerofold.placement import row
 from zerofold.sharded import ShardedTensor
-from zerofold.slab import Entry, dtypes_of
 
 _ROWS = (0, 1, 2, 3)
 HEADING = "zerofold: out of memory"
