@@ -203,6 +203,7 @@ def test_what_cannot_be_measured_is_named(tmp_path, monkeypatch):
         raise OSError("the disk is full")
 
     monkeypatch.setattr("zerofold.bench.io.disk_rates", full)
+    monkeypatch.setattr("zerofold.bench.io.engine_rates", lambda *_: [])
     failed = invoke("--size", "0.002", "--path", str(tmp_path), command=bench_io_command)
     assert failed.exit_code == 1
     assert "error: disk: the disk is full" in failed.stderr

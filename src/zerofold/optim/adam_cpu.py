@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,17 +38,16 @@ def update(
 ) -> None:
     """See `onepass.adam`. `block` is another number of elements per thread; no bit depends on it. `room` is kept by who
     updates many small pieces: new memory would cost page faults every time."""
-    fused = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
     size = min((block or BLOCK) * torch.get_num_threads(), max(each.master.numel() for each in tensors))
     room = room or Room(size)
-    steps = {each.step: torch.tensor(float(each.step)) for each in tensors}
     if scale is not None and scale.item() == 1.0:  # the usual coefficient where clipping does not bind
         scale = None
     changed = scale is not None or clip_value is not None
     # The fused kernel can divide by a scale as it goes, at no cost. It writes the result back, so it gets a copy.
     divisor = None if scale is None or clip_value is not None else scale.reciprocal()
+    kernels = {step: Fused(settings, step, divisor) for step in dict.fromkeys(each.step for each in tensors)}
     for each in tensors:
-        step, noises = [steps[each.step]], _Noises(each, room)
+        fused, noises = kernels[each.step], _Noises(each, room)
         for master, gradient, exp_avg, exp_avg_sq, copy in _blocks(each, size):
             if changed or gradient.dtype != torch.float32:
                 gradient = room.copied(0, gradient, torch.float32)
@@ -58,28 +58,37 @@ def update(
             held = new = (master, exp_avg, exp_avg_sq)
             if noises.wanted:
                 new = (room.fp32(1, master), room.fp32(2, exp_avg), room.fp32(3, exp_avg_sq))
-            fused(
-                [new[0]],
-                [gradient],
-                [new[1]],
-                [new[2]],
-                [],
-                step,
-                lr=settings.lr,
-                beta1=settings.beta1,
-                beta2=settings.beta2,
-                weight_decay=settings.weight_decay,
-                eps=settings.eps,
-                amsgrad=False,
-                maximize=settings.maximize,
-                grad_scale=divisor,
-            )
+            fused(new[0], gradient, new[1], new[2])
             if noises.wanted:
                 for place, (old, values) in enumerate(zip(held, new, strict=True)):
                     if old is not values:
                         noises.round(place, values, old)
             if each.copy is not None:
                 copy.copy_(master)
+
+
+class Fused:
+    """torch's fused kernel with the numbers of one step of one parameter; it may be used by several threads."""
+
+    def __init__(self, settings: AdamSettings, step: int, divisor: Tensor | None) -> None:
+        """The gradient is divided by `divisor` where it is given, and written back so."""
+        self.divisor = divisor
+        self._kernel = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
+        self._step = [torch.tensor(float(step))]
+        self._numbers: dict[str, Any] = {
+            "lr": settings.lr,
+            "beta1": settings.beta1,
+            "beta2": settings.beta2,
+            "weight_decay": settings.weight_decay,
+            "eps": settings.eps,
+            "amsgrad": False,
+            "maximize": settings.maximize,
+        }
+
+    def __call__(self, master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        self._kernel(
+            [master], [gradient], [exp_avg], [exp_avg_sq], [], self._step, **self._numbers, grad_scale=self.divisor
+        )
 
 
 def _blocks(each: AdamTensors, size: int) -> Iterator[tuple[Tensor, ...]]:

@@ -20,9 +20,9 @@ import torch
 
 from zerofold.optim.host_worker import Era
 
-# Elements that a core updates at a time: 2 MiB of each state. The interpreter's lock is held for some 30 µs of the 2 ms
-# that this takes, so that a dozen cores get along with it.
-BLOCK = 2**19
+# Elements that a core updates at a time: 4 MiB of each state. The interpreter's lock is held for some 30 µs of the 4 ms
+# that this takes, so that a dozen cores and the main thread get along with it.
+BLOCK = 2**20
 
 Block = Callable[[], None]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from zerofold.memory import Done
 from zerofold.optim import adam_cpu
 from zerofold.optim.away.chunks import Chunk
 from zerofold.optim.host_pool import BLOCK, HostPool, PoolJob
-from zerofold.optim.onepass import AdamTensors
 
 
 class HostUpdate:
@@ -28,66 +27,74 @@ class HostUpdate:
     def submit(self, chunk: Chunk, states: Sequence[Tensor], then: Callable[[Done], None]) -> PoolJob:
         """`states` are the chunk's master and moments in host memory. They are updated when the job is done; the copy
         has then set out for where forward needs it, and `then` was told its arrival."""
-        gradients = [piece.gradient.cpu() for piece in chunk.pieces]  # the same memory where it is on the host
-        blocks = [_Block(chunk, states, index, gradients[index], first, stop) for index, first, stop in _cut(chunk)]
-        return self._pool.submit([partial(self._update, block) for block in blocks], lambda: then(self._send(blocks)))
+        work = [_PieceWork(chunk, index, states) for index in range(len(chunk.pieces))]
+        blocks = [partial(self._update, each, first) for each in work for first in each.blocks()]
+        return self._pool.submit(blocks, lambda: then(self._send(work)))
 
-    def _update(self, block: _Block) -> None:
-        block.chunk.arrived.finish()
-        scaling, settings = block.chunk.scaling, block.chunk.pieces[block.index].settings
-        with torch.no_grad():
-            scale = scaling.tensor("cpu")
-            adam_cpu.update([block.tensors()], settings, scale, scaling.clip_value, block=BLOCK, room=self._room())
-
-    def _room(self) -> adam_cpu.Room:
+    def _update(self, work: _PieceWork, first: int) -> None:
         if not hasattr(self._rooms, "room"):
             self._rooms.room = adam_cpu.Room(BLOCK)
-        room: adam_cpu.Room = self._rooms.room
-        return room
+        with torch.no_grad():
+            work.update(first, self._rooms.room)
 
-    def _send(self, blocks: Sequence[_Block]) -> Done:
+    def _send(self, work: Sequence[_PieceWork]) -> Done:
         if self._up is not None:
             torch.cuda.set_device(self._device)
         with nullcontext() if self._up is None else torch.cuda.stream(self._up):
-            for block in blocks:
-                block.send()
+            for each in work:
+                each.send()
             return Done() if self._up is None else Done(self._up.record_event())
 
 
-class _Block:
-    """Elements `first` to `stop` of one piece of a chunk."""
+class _PieceWork:
+    """One piece of a chunk. All that can be is prepared once: its blocks should hold the interpreter's lock for short."""
 
-    def __init__(
-        self, chunk: Chunk, states: Sequence[Tensor], index: int, gradient: Tensor, first: int, stop: int
-    ) -> None:
-        self.chunk, self.index = chunk, index
-        piece = chunk.pieces[index]
-        offset, copy = piece.start - chunk.start, chunk.copy_of(piece)
-        self._states = [state[offset + first : offset + stop] for state in states]
-        self._gradient = gradient[first:stop]
-        self._target = None if copy is None else copy[first:stop]  # where forward needs it
-        self._made = self._target
-        if self._target is not None and self._target.device.type != "cpu":
-            # In the place of the gradient, which has been read by then.
-            self._made = self._gradient.view(torch.uint8)[: self._target.nbytes].view(self._target.dtype)
+    def __init__(self, chunk: Chunk, index: int, states: Sequence[Tensor]) -> None:
+        piece = self._piece = chunk.pieces[index]
+        start, stop = piece.start - chunk.start, piece.stop - chunk.start
+        self._arrived, self._scaling = chunk.arrived, chunk.scaling
+        self._master, self._exp_avg, self._exp_avg_sq = (state[start:stop] for state in states)
+        self._gradient = piece.gradient.cpu()  # the same memory where it is on the host
+        self._target = chunk.copy_of(piece)  # where forward needs the new parameters
+        self._makes_copy = chunk.kernel_makes_copy
+        self._is_exact = all(s.dtype is torch.float32 for s in states) and chunk.scaling.clip_value is None
+        scale = chunk.scaling.tensor("cpu")
+        self._fused = adam_cpu.Fused(piece.settings, piece.step, None if scale is None else scale.reciprocal())
 
-    def tensors(self) -> AdamTensors:
-        piece, (master, exp_avg, exp_avg_sq) = self.chunk.pieces[self.index], self._states
-        made = self._made if self.chunk.kernel_makes_copy else None
-        return AdamTensors(master, self._gradient, exp_avg, exp_avg_sq, made, piece.step, piece.seed)
+    def blocks(self) -> range:
+        """Where they begin. States that are rounded at random stay in one: the bits for that come in a row."""
+        return range(0, self._gradient.numel(), BLOCK if self._is_exact else max(1, self._gradient.numel()))
+
+    def update(self, first: int, room: adam_cpu.Room) -> None:
+        self._arrived.finish()
+        here = slice(first, first + self.blocks().step)
+        master, gradient, made = self._master[here], self._gradient[here], self._made(here)
+        exp_avg, exp_avg_sq = self._exp_avg[here], self._exp_avg_sq[here]
+        if not self._is_exact:
+            piece, scaling = self._piece, self._scaling
+            tensors = adam_cpu.AdamTensors(master, gradient, exp_avg, exp_avg_sq, made, piece.step, piece.seed)
+            adam_cpu.update([tensors], piece.settings, scaling.tensor("cpu"), scaling.clip_value)
+            return
+        if self._fused.divisor is not None or gradient.dtype is not torch.float32:
+            gradient = room.copied(0, gradient, torch.float32)
+        self._fused(master, gradient, exp_avg, exp_avg_sq)
+        if made is not None:
+            made.copy_(master)
+
+    def _made(self, here: slice) -> Tensor | None:
+        """Where a block's new parameters are made: in the place of its gradient, which has been read by then, unless
+        they are needed in host memory anyway."""
+        if self._target is None or not self._makes_copy:
+            return None
+        target = self._target[here]
+        if target.device.type == "cpu":
+            return target
+        return self._gradient[here].view(torch.uint8)[: target.nbytes].view(target.dtype)
 
     def send(self) -> None:
-        made = self._made if self.chunk.kernel_makes_copy else self._states[0]
-        if self._target is not None and made is not None and self._target.data_ptr() != made.data_ptr():
-            self._target.copy_(made, non_blocking=True)
-
-
-def _cut(chunk: Chunk) -> Iterator[tuple[int, int, int]]:
-    """Index of a piece, first and last element of each of its blocks. States that are rounded at random stay in one:
-    the bits for that come in a row."""
-    is_exact = all(state.dtype is torch.float32 for state in chunk.states)
-    for index, piece in enumerate(chunk.pieces):
-        size = piece.stop - piece.start
-        step = BLOCK if is_exact else size
-        for first in range(0, size, step):
-            yield index, first, min(first + step, size)
+        if self._target is None or (self._makes_copy and self._target.device.type == "cpu"):
+            return
+        for first in self.blocks():
+            here = slice(first, first + self.blocks().step)
+            made = self._made(here)
+            self._target[here].copy_(self._master[here] if made is None else made, non_blocking=True)
