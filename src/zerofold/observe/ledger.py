@@ -66,7 +66,9 @@ class Ledger:
         engine = self._engine
         if engine.offloading.plan is None:
             return {}
-        predicted = {tier.value: states for tier, states in engine.offloading.plan.predicted.items()}
+        plan = engine.offloading.plan
+        predicted = {tier.value: dict(states) for tier, states in plan.predicted.items()}
+        predicted[Tier.DEVICE.value]["gathered units and update"] = plan.extra_device
         disk = engine.offloading.memory.disk
         found: dict[str, Any] = {"predicted": predicted, "update": {}}
         if engine.updates is not None:

@@ -47,7 +47,7 @@ class HostUpdate:
 
 
 class _PieceWork:
-    """One piece of a chunk. All that can be is prepared once: its blocks should hold the interpreter's lock for short."""
+    """One piece of a chunk. What can be is prepared once: its blocks should hold the interpreter's lock for short."""
 
     def __init__(self, chunk: Chunk, index: int, states: Sequence[Tensor]) -> None:
         piece = self._piece = chunk.pieces[index]
