@@ -49,10 +49,10 @@ class Plan:
         kept += f", {_gib(self.reserve)} kept for activations" if self.reserve else ""
         lines.append(kept + (", less than usual: else the states would not fit" if self.is_least_reserve else ""))
         lines.append(self._line("host", Tier.HOST, self.budget.host))
-        if self.budget.disk is None:
-            lines.append("  disk    not used: offload= has no 'path'")
-        else:
+        if self.budget.disk is not None:
             lines.append(self._line("disk", Tier.NVME, self.budget.disk))
+        elif self.reserve:  # the plan was free to choose
+            lines.append("  disk    not used: offload= has no 'path'")
         return "\n".join(lines)
 
     def used(self, tier: Tier) -> int:
