@@ -21,7 +21,8 @@ def test_wishes_are_read() -> None:
     assert read_offload("host") == read_offload({"optimizer": "host"}) == Offload(optimizer=HOST)
     assert read_offload(0.25) == Offload(optimizer=0.25)
     wish = {"optimizer": "nvme", "parameters": "host", "path": "/disk", "host_limit": "1.5 GiB", "reserve": "500MB"}
-    found = read_offload(wish | {"checksums": True, "threads": 3, "device_share": 0.5})
+    found = read_offload(wish | {"checksums": True, "threads": 3, "device_share": 0.5, "sums": True})
+    assert found.sums
     assert (found.optimizer, found.parameters, found.host_limit, found.reserve) == (NVME, HOST, 1610612736, 500_000_000)
     assert (found.checksums, found.threads, found.device_share, found.path) == (True, 3, 0.5, "/disk")
 

@@ -109,7 +109,7 @@ class Engine:
             self.offloading.memory,
             self.transfers,
             self.offloading.tiers,
-            adds_up=accumulate > 1,
+            adds_up=accumulate > 1 or (self.offloading.wish is not None and self.offloading.wish.sums),
             engine=EngineLink(self),
         )
         bound = live_bound(assigned, row, groups.gather.size, live_bytes)

@@ -297,7 +297,7 @@ def _offload(
     agree(control, lambda: check_row(wish, plan.row, trains=trains))
     world = len(ranks_along(mesh, plan.row.optimizer.axes or AXES))
     gathered = live_bound(plan.assigned, plan.row, world, live_bytes)
-    adds_up = accumulate > 1
+    adds_up = accumulate > 1 or wish.sums
     return make_offloading(
         wish,
         plan.assigned,

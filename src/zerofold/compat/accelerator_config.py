@@ -60,6 +60,8 @@ def options_of(
     passed = optimizers[0] if optimizers else None
     announce(settings, passed, has_engine=False)
     options = {**shard_arguments(settings, passed), "clip": settings.clip}
+    if options.get("offload") is not None and settings.accumulate > 1:
+        options["offload"] = {**options["offload"], "sums": True}  # the loop itself says which backward ends a step
     if settings.precision is not None:  # as with mixed_precision=: a loss outside the model meets fp32
         options["precision"] = replace(settings.precision, outputs=torch.float32)
     return Found(options, settings.accumulate, settings)

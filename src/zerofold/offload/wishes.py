@@ -37,6 +37,8 @@ class Offload:
     disk_limit: int | None = None
     reserve: int | None = None
     """Device memory kept for activations; None: the plan chooses it."""
+    sums: bool = False
+    """Gradients of several micro-batches add up, though accumulate= does not say so."""
     checksums: bool = False
     threads: int | None = None
     device_share: float | None = None
@@ -186,6 +188,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "host_limit": _limit,
     "disk_limit": _limit,
     "reserve": _nbytes,
+    "sums": _flag,
     "checksums": _flag,
     "threads": _threads,
     "device_share": _fraction,
