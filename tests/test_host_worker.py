@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from zerofold.optim.away.updates import Timing
 from zerofold.optim.host_speed import host_candidates, measure_host_update
 from zerofold.optim.host_worker import HostWorker
 
@@ -101,3 +102,17 @@ def test_the_measured_choice_is_one_of_the_candidates_and_keeps_to_the_quota(mon
     monkeypatch.setattr("zerofold.optim.host_speed.usable_cores", lambda: 64)
     bound = [(threads, cores) for threads, cores in host_candidates() if cores is not None]
     assert [(threads, len(cores)) for threads, cores in bound] == [(63, 63), (62, 62)]
+
+
+def test_the_share_of_the_device_is_the_one_that_took_least() -> None:
+    timing, dealt, ran_with, tried = Timing(0.65), 0.65, None, []
+    for _ in range(10):  # as an update does: what is dealt now streams in the next step
+        timing.tune(ran_with)
+        timing.begin()
+        ran_with = dealt
+        timing.host_seconds, timing.device_seconds = 1.0 - ran_with, 0.8 * ran_with
+        dealt = timing.device_share
+        tried.append(ran_with)
+    assert {round(share, 2) for share in tried} == {0.55, 0.65, 0.75}
+    assert round(timing.device_share, 2) == 0.55  # 0.45 and 0.44 s; the others have one part at 0.52 and at 0.6
+    assert timing.is_tuned

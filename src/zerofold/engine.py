@@ -98,7 +98,7 @@ class Engine:
         self.device, self.transfers = device, Transfers(device)
         self.offloading = offloading or Offloading.none(device)
         self.updates: Updates | None = None  # of offloaded states, once a step has needed them
-        self.step.under_way = self.finish_updates if self.is_offloaded else None
+        self.step.finish = self.finish_updates
         home = Home(
             row,
             groups,
@@ -333,7 +333,7 @@ class Engine:
         self.cache.clear()
         self.pool.clear()
         self.staging = None
-        self.step.under_way = None
+        self.step.finish = None
         self.offloading.memory.close()
         if self.saving_group is not None and dist.is_initialized():
             dist.destroy_process_group(self.saving_group)

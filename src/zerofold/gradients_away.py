@@ -127,6 +127,7 @@ class AwayGradients(FaceGradients):
                 if self._is_in_place:
                     self.spoiled.add(index)
             self.landed = self._transfers.done()
+        self.faces[0].spec.step.is_under_way = True
 
     def _has_earlier(self, index: int) -> bool:
         shown = self.faces[index].grad

@@ -23,14 +23,16 @@ class StepScope:
     def __init__(self) -> None:
         self.is_open = False
         self.joins_norms = False  # a norm is taken over all ranks, who must all ask; else it is refused
-        self.under_way: Callable[[], None] | None = None  # waits for copies and updates of states that are not over
+        self.is_under_way = False  # copies or updates of states that nobody has waited for
+        self.finish: Callable[[], None] | None = None  # waits for all of them
         self.parked: tuple[str, ...] = ()  # the states whose memory is on the host for a while
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def look(self, local: Tensor) -> None:
         """Before a piece is touched: an update of it ends; reading memory that is away would crash the process."""
-        if self.under_way is not None:
-            self.under_way()
+        if self.is_under_way and self.finish is not None:
+            self.finish()
+            self.is_under_way = False
         if self.parked and local.numel() and not local.untyped_storage().nbytes():
             self.refuse()
 

@@ -80,7 +80,7 @@ class Gradients:
             rest = [each for each in some if id(each) not in known]
             if rest:
                 wide = torch.promote_types(dtype, torch.float32)
-                locals_ = [each.local if isinstance(each, ShardedTensor) else each for each in rest]
+                locals_ = [_values(each, device) for each in rest]
                 taken = torch._foreach_norm(locals_, norm_type, dtype=wide)
                 known |= {id(each): norm for each, norm in zip(rest, taken, strict=True)}
             norms += [known[id(each)] for each in some]
@@ -108,6 +108,14 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> T
 def _piece(gradient: Tensor) -> Tensor:
     """To ask about its form: nobody waits for its values."""
     return gradient.form if isinstance(gradient, ShardedTensor) else gradient
+
+
+def _values(gradient: Tensor, device: torch.device) -> Tensor:
+    """On the device, streams see to it that they are there; in host memory somebody has to wait for them."""
+    if not isinstance(gradient, ShardedTensor):
+        return gradient
+    on_device = device.type != "cpu" and gradient.form.device == device and not gradient.is_used_up
+    return gradient.form if on_device else gradient.local
 
 
 def _known_norm(gradient: Tensor) -> Tensor | None:

@@ -93,22 +93,22 @@ class Timing:
     def end_of_host(self) -> None:
         self.host_seconds = time.perf_counter() - self._started
 
-    def tune(self) -> None:
+    def tune(self, ran_with: float | None) -> None:
         """Tries a little more and a little less, twice each, and keeps to the best from then on. Rates alone would not
         do: host and device share one memory, so each is faster when the other has less to do."""
-        if not self.to_try and self.took:
-            self.device_share = min(self.took, key=lambda share: self.took[share])
-            self.took, self.is_tuned = {}, True
         if self.is_tuned:
             return
         self.steps += 1
-        if self.steps == 1:  # makes kernels and faults memory in
+        if self.steps == 1:
             self.to_try = [self.device_share + change for change in (0.0, -0.1, 0.1) for _ in range(2)]
-        else:
+        elif self.steps > 2 and ran_with is not None:  # the first update makes kernels and faults memory in
             longest = max(self.host_seconds, self.device_seconds)
-            self.took[self.device_share] = min(longest, self.took.get(self.device_share, longest))
+            self.took[ran_with] = min(longest, self.took.get(ran_with, longest))
         if self.to_try:
             self.device_share = min(1.0, max(0.0, self.to_try.pop(0)))
+        elif self.took:
+            self.device_share = min(self.took, key=lambda share: self.took[share])
+            self.is_tuned = True
 
 
 class AwayUpdates:
@@ -134,7 +134,8 @@ class AwayUpdates:
         self._timing = Timing(way.device_share if self._through is not None else 0.0)
         self._streaming = [slab for slab in trained if slab.tier is Tier.HOST and _can_stream(slab)]
         self._keeps_gradients = way.keeps_gradients
-        self._dealt_for: float | None = None
+        self._dealt_for: float | None = None  # the share by which parameters stream now
+        self._ran_with: float | None = None  # that of the last update
         self._deal()
 
     @property
@@ -145,8 +146,9 @@ class AwayUpdates:
         """`work` in the order in which the slabs are needed. Returns at once."""
         self.finish()
         if self.way.tunes:
-            self._timing.tune()
+            self._timing.tune(self._ran_with)
         self._timing.begin()
+        self._ran_with = self._dealt_for
         queue: list[tuple[Chunk, SlabUpdate]] = []
         changed: set[object] = set()
         for slab, pieces, moments in work:
@@ -158,6 +160,7 @@ class AwayUpdates:
             slab.mark_changed()
             slab.written(before)
             self._versions[slab] = _versions(slab)
+            slab.home.step.is_under_way = True
             update = SlabUpdate()
             slab.update = update
             self._under_way.append(update)
