@@ -83,10 +83,11 @@ class Gradients:
                 locals_ = [_values(each, device) for each in rest]
                 taken = torch._foreach_norm(locals_, norm_type, dtype=wide)
                 known |= {id(each): norm for each, norm in zip(rest, taken, strict=True)}
-            norms += [known[id(each)] for each in some]
+            if some:
+                norms.append(torch.stack([known[id(each)].to(device) for each in some]).double())
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=device)
-        stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])
+        stacked = torch.cat(norms)
         return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
     def first_non_finite(self) -> str | None:

@@ -149,42 +149,43 @@ class AwayUpdates:
             self._timing.tune(self._ran_with)
         self._timing.begin()
         self._ran_with = self._dealt_for
-        queue: list[tuple[Chunk, SlabUpdate]] = []
-        changed: set[object] = set()
-        for slab, pieces, moments in work:
-            if slab.tier is Tier.NVME:
-                self._bring_to_file(slab)
-            if self._versions.get(slab) != _versions(slab):
-                changed.add(slab)
-            before = slab.version
-            slab.mark_changed()
-            slab.written(before)
-            self._versions[slab] = _versions(slab)
-            slab.home.step.is_under_way = True
-            update = SlabUpdate()
-            slab.update = update
-            self._under_way.append(update)
+        through, on_disk = self._through, list[tuple[Chunk, SlabUpdate]]()
+        if through is not None:
+            changed: set[object] = {slab for slab, _, _ in work if self._versions.get(slab) != _versions(slab)}
+            self._last.append(self._device_worker.submit(partial(through.begin, changed)))
+        for slab, pieces, moments in work:  # the first is under way while the others are prepared
+            update = self._announce(slab)
             gradients = slab.gradients
             arrived = gradients.landed if isinstance(gradients, AwayGradients) else Done()
-            queue += [(chunk, update) for chunk in chunks_of(slab, pieces, moments, scaling, arrived)]
-        on_disk = [each for each in queue if each[0].slab.tier is Tier.NVME]
-        self._submit_from_disk(on_disk)
-        through = self._through
-        if through is not None:
-            self._last.append(self._device_worker.submit(partial(through.begin, changed)))
-        for chunk, update in queue:
-            if chunk.slab.tier is Tier.NVME:
+            chunks = chunks_of(slab, pieces, moments, scaling, arrived)
+            if slab.tier is Tier.NVME:
+                on_disk += [(chunk, update) for chunk in chunks]
                 continue
-            if through is not None and chunk.streams:
-                self._timing.device_elements += chunk.size
-                update.jobs.append(self._device_worker.submit(_through(through, chunk, update)))
-            else:
-                self._timing.host_elements += chunk.size
-                update.jobs.append(self._host.submit(chunk, chunk.states, update.sent))
+            for chunk in chunks:
+                if through is not None and chunk.streams:
+                    self._timing.device_elements += chunk.size
+                    update.jobs.append(self._device_worker.submit(_through(through, chunk, update)))
+                else:
+                    self._timing.host_elements += chunk.size
+                    update.jobs.append(self._host.submit(chunk, chunk.states, update.sent))
+        self._submit_from_disk(on_disk)
         if through is not None:
             self._last.append(self._device_worker.submit(through.end))
         self._last.append(self._pool.submit([], self._timing.end_of_host))
         self._deal()  # for the next step, whose gradients go where they will be needed
+
+    def _announce(self, slab: Slab) -> SlabUpdate:
+        """From now on the slab is one whose new values are on their way."""
+        if slab.tier is Tier.NVME:
+            self._bring_to_file(slab)
+        before = slab.version
+        slab.mark_changed()
+        slab.written(before)
+        self._versions[slab] = _versions(slab)
+        slab.home.step.is_under_way = True
+        slab.update = update = SlabUpdate()
+        self._under_way.append(update)
+        return update
 
     def _deal(self) -> None:
         """Which parameters stream through the device: its share of them, spread over the model. Their gradients stay
