@@ -157,3 +157,48 @@ def ranks_that_differ() -> dict[str, float]:
 def test_two_ranks_that_share_a_gpu(ranks: Any) -> None:
     for found in ranks(2, ranks_that_differ):
         assert max(found.values()) < 2e-3, found
+
+
+def accumulates(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        for part in range(2):
+            (model(torch.full((4, 16), step + 0.5 * part, device="cuda")).float() ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def keeps_zeros(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        (model(torch.full((4, 16), float(step), device="cuda")).float() ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def clips_by_hand(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        (model(torch.full((4, 16), step + 1.0, device="cuda")).float() ** 2).mean().backward()
+        zf.clip_grad_norm_(model, 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@alone
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "kept"])
+@pytest.mark.parametrize("loop", [accumulates, keeps_zeros, clips_by_hand])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_loops_whose_gradients_wait_on_the_device(loop: Any, stage: int, precision: str) -> None:
+    """Streamed wholly through the device; the model is closed while the first chunks come up for the next step."""
+    policy: Any = precision
+    if precision == "kept":
+        policy = zf.Precision(parameters=torch.bfloat16, keep=[nn.LayerNorm, "0"])
+    found = []
+    for offload in (None, {"optimizer": "host", "device_share": 1.0, "threads": 2}):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+        accumulate = 2 if loop is accumulates else 1
+        options: dict[str, Any] = {"accumulate": accumulate, "one_pass": True}
+        zf.prepare(model, optimizer, stage=stage, units=Block, offload=offload, precision=policy, **options)
+        loop(model, optimizer)
+        found.append([zf.full(p) for group in optimizer.param_groups for p in group["params"]])
+        zf.close(model, gather=False)
+    assert largest_difference(found[1], found[0]) < (1e-5 if precision == "fp32" else 1e-2)

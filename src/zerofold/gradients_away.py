@@ -83,6 +83,8 @@ class AwayGradients(FaceGradients):
 
     def keep_partial(self) -> None:
         waiting = [index for index, local in enumerate(self._local) if local is not None]
+        if waiting:  # the host writes zeros: what is being read there must be on its way
+            self.faces[0].spec.step.look(self.room)
         super().keep_partial()
         if self._is_in_place:
             self.spoiled.update(waiting)  # zeros, to which the last backward adds
@@ -99,8 +101,9 @@ class AwayGradients(FaceGradients):
 
     @torch.no_grad()
     def _adopt(self, local: list[Tensor | None], scale: float) -> None:
-        super()._adopt([g if i in self.staying else None for i, g in enumerate(local)], scale)
-        arrived = [(i, g) for i, g in enumerate(local) if g is not None and i not in self.staying]
+        stays = [self._stays(index) for index in range(len(local))]
+        super()._adopt([g if s else None for g, s in zip(local, stays, strict=True)], scale)
+        arrived = [(i, g) for i, g in enumerate(local) if g is not None and not stays[i]]
         if not arrived:
             return
         is_sum = any(self._has_earlier(i) or g.dtype.itemsize > self.room.dtype.itemsize for i, g in arrived)
@@ -128,6 +131,13 @@ class AwayGradients(FaceGradients):
                     self.spoiled.add(index)
             self.landed = self._transfers.done()
         self.faces[0].spec.step.is_under_way = True
+
+    def _stays(self, index: int) -> bool:
+        """A gradient is added to where the earlier one is; a first one goes where the next update wants it."""
+        shown = self.faces[index].grad
+        if not isinstance(shown, ShardedTensor):
+            return index in self.staying
+        return shown.form.untyped_storage().data_ptr() != self.room.untyped_storage().data_ptr()
 
     def _has_earlier(self, index: int) -> bool:
         shown = self.faces[index].grad

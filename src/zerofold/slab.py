@@ -234,9 +234,10 @@ class Slab:
         if is_written and self.layout.world == 1:
             return update  # which writes where forward reads
         reads_shard = self.resident is None or self._resident_is_lent
-        if not is_written and (self._resident_is_old or (self.tier is Tier.NVME and reads_shard)):
-            # A unit can be used before its states are back in the file, and before gradients that nobody wants any more
-            # have come down to where its parameters go.
+        is_coming = update is not None and self.is_kept  # to be used, it need not be back where it lives
+        if not is_written and (self._resident_is_old or is_coming or (self.tier is Tier.NVME and reads_shard)):
+            # A unit can be used before its states are back in memory or in the file, and before gradients that nobody
+            # wants any more have come down to where its parameters go.
             self.home.step.look(self._shard)
         transfers = self.home.transfers
         if self.resident is not None and self.tiers.parameters is Tier.NVME:

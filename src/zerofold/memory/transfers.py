@@ -25,7 +25,7 @@ class Done:
 
     def wait(self) -> None:
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
 
     def finish(self) -> None:
         if self._event is not None:

@@ -40,14 +40,15 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
     """
     places = engine.places()
     before: dict[Slab, int] = {}
-    away: dict[Slab, list[Piece]] = {}
+    away: dict[Slab, list[tuple[int, Piece]]] = {}
     for group in optimizer.param_groups:
         faces = [p for p in group["params"] if isinstance(p, ShardedParameter) and p.grad is not None]
         tensors, settings = [], _settings(group)
         for face in faces:
             slab, index = places[id(face)]
             if slab.is_away:
-                away.setdefault(slab, []).extend(_piece(engine, optimizer, face, slab, index, settings))
+                made = _piece(engine, optimizer, face, slab, index, settings)
+                away.setdefault(slab, []).extend((index, piece) for piece in made)
                 continue
             before.setdefault(slab, slab.version)
             tensors.append(_tensors(engine, optimizer, face, slab, index))
@@ -60,10 +61,21 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
         dtype = engine.precision.moments
         scaling = Scaling(None if scale is None or scale.item() == 1.0 else scale.item(), clip_value)
         ordered = [slab for slab in engine.slabs() if slab in away]  # as forward will need them
+        updates = updates_of(engine)  # which the first time says which parameters stream through the device
         work = [
-            (slab, away[slab], (slab.moment("exp_avg", dtype), slab.moment("exp_avg_sq", dtype))) for slab in ordered
+            (
+                slab,
+                [piece._replace(streams=_streams(slab, index, piece)) for index, piece in away[slab]],
+                (slab.moment("exp_avg", dtype), slab.moment("exp_avg_sq", dtype)),
+            )
+            for slab in ordered
         ]
-        updates_of(engine).submit(work, scaling)
+        updates.submit(work, scaling)
+
+
+def _streams(slab: Slab, index: int, piece: Piece) -> bool:
+    """By its share; or because its gradient is on the device, from where the host would have to fetch it."""
+    return index in slab.streamed or (bool(slab.streamed) and piece.gradient.device.type != "cpu")
 
 
 def _piece(
@@ -83,8 +95,7 @@ def _piece(
         slab.gradients.use_up(index)  # on every rank: one that has no piece of it must not wait where others raise
     if not piece.size:
         return []
-    seed, streams = _seed(step, face, slab), index in slab.streamed
-    return [Piece(piece.shard_start, piece.shard_stop, gradient, settings, step, seed, streams)]
+    return [Piece(piece.shard_start, piece.shard_stop, gradient, settings, step, _seed(step, face, slab))]
 
 
 def _tensors(

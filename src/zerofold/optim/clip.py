@@ -18,6 +18,7 @@ class Gradients:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        engine.transfers.join()  # norms that are known were taken on the way down
         self._fill([(name, face) for name, face in engine.faces_in_order() if face.grad is not None])
 
     def _fill(self, named: list[tuple[str, Tensor]]) -> None:

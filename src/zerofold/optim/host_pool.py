@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 
 import torch
@@ -117,7 +118,8 @@ class HostPool:
         torch.get_num_threads()  # a thread's first question sets its number to the default, so it comes before
         torch.set_num_threads(1)
         if self._cores is not None:
-            os.sched_setaffinity(0, self._cores)  # 0 is this thread
+            with suppress(OSError):  # where the cores of the process have changed, any will do
+                os.sched_setaffinity(0, self._cores)  # 0 is this thread
         ready.wait()
         while (taken := self._queue.get()) is not None:
             job, block = taken

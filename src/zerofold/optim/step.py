@@ -45,7 +45,6 @@ class Step:
         engine.reductions.flush()
         if engine.replicas is not None and self._optimizer is engine.optimizers[0]:
             engine.replicas.before_step()
-        engine.transfers.join()
         gradients = Gradients(engine)
         info = self._judge(gradients)
         self._was_applied = not info.skipped

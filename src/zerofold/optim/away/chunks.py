@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     settings: AdamSettings
     step: int
     seed: int
-    streams: bool  # through the device
+    streams: bool = False  # through the device
 
     def within(self, start: int, stop: int) -> Piece | None:
         first, last = max(self.start, start), min(self.stop, stop)

@@ -35,6 +35,7 @@ class DiskUpdate:
         self._turn = 0
         self._reads: list[Request] = []
         self._writes: list[Request] = []
+        self._sent: list[Done] = []  # copies out of the rooms
         self._read_ahead: list[Chunk] = []
 
     def batches(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
@@ -74,13 +75,17 @@ class DiskUpdate:
         for made, request in copies:  # parameters are needed first
             request.wait()
             self._memory.bring_back(made, Done())
+        self._sent += [done for (done,) in sent]
         return [Ends(done, done) for (done,) in sent]
 
     def finish(self) -> None:
         """Returns when all that was updated is in the file."""
         writes, self._writes = self._writes, []
+        sent, self._sent = self._sent, []
         for request in writes:
             request.wait()
+        for done in sent:
+            done.finish()
 
     def give_back(self) -> None:
         """Its memory. Nothing may be under way."""

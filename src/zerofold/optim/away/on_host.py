@@ -94,6 +94,9 @@ class _PieceWork:
     def send(self) -> None:
         if self._target is None or (self._makes_copy and self._target.device.type == "cpu"):
             return
+        if self._makes_copy and self._gradient.element_size() == self._target.element_size():
+            self._target.copy_(self._gradient.view(self._target.dtype), non_blocking=True)  # all blocks lie in a row
+            return
         for first in self.blocks():
             here = slice(first, first + self.blocks().step)
             made = self._made(here)

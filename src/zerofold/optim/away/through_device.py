@@ -11,6 +11,7 @@ the device has room, the first chunks come up again at the end, and wait there f
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,14 +29,14 @@ class _Slot:
 
     def __init__(self, device: torch.device) -> None:
         self.states = tuple(torch.empty(CHUNK, device=device) for _ in range(3))
-        self._others: dict[str, Tensor] = {}
+        self._others: dict[tuple[str, torch.dtype], Tensor] = {}
         self.free = torch.cuda.Event(blocking=True)  # after which it may be filled again
 
     def room(self, name: str, dtype: torch.dtype) -> Tensor:
         """For gradients that come up, or copies that go down; made when first needed."""
-        if name not in self._others:
-            self._others[name] = torch.empty(CHUNK, dtype=dtype, device=self.states[0].device)
-        return self._others[name]
+        if (name, dtype) not in self._others:
+            self._others[name, dtype] = torch.empty(CHUNK, dtype=dtype, device=self.states[0].device)
+        return self._others[name, dtype]
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +52,8 @@ class DeviceUpdate:
         self._kernel, self._down = (torch.cuda.Stream(device) for _ in range(2))
         self._slots = deque(_Slot(device) for _ in range(SLOTS + ahead))  # free the longest first
         self._staged: dict[tuple[object, int, int], _Slot] = {}
-        self._first: list[Chunk] = []  # of this step, as many as can wait for the next
+        # Of this step, as many as can wait for the next, without their gradients; and when each is down.
+        self._first: list[tuple[Chunk, torch.cuda.Event]] = []
         self._arrived = torch.cuda.Event(blocking=True)  # the chunk before
         self._times = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
@@ -74,13 +76,16 @@ class DeviceUpdate:
         for left in self._staged.values():  # not part of this step
             self._slots.appendleft(left)
         self._staged = {}
-        if self._first:
-            self._up.wait_stream(self._down)  # they have gone down long since
-        for chunk in self._first:
+        for chunk, is_down in self._first:
             slot = self._take_slot()
+            is_down.synchronize()
+            self._arrived.synchronize()  # as in `run`: parameters that forward needs go in between
             with torch.cuda.stream(self._up):
                 self._bring(chunk, slot)
+                self._arrived = torch.cuda.Event(blocking=True)
+                self._arrived.record(self._up)
             self._staged[_key(chunk)] = slot
+        self._first = []
 
     def seconds(self) -> float:
         """Between the two, on the device, when both are over."""
@@ -127,7 +132,7 @@ class DeviceUpdate:
             slot.free.record(self._down)
         self._slots.append(slot)
         if len(self._first) < self._ahead:
-            self._first.append(chunk)
+            self._first.append((replace(chunk, pieces=()), slot.free))
         is_used_here = chunk.copy is not None and chunk.copy.device.type != "cpu"
         return Ends(Done(updated if is_used_here else slot.free), Done(slot.free))
 

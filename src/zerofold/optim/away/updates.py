@@ -118,7 +118,7 @@ class AwayUpdates:
         device = transfers.device
         # One stream for all of an update that goes up: of two, one waits until the other has nothing left (measured).
         up = torch.cuda.Stream(device) if transfers.is_async else None
-        self._memory, self.way = memory, way
+        self._memory, self.way, self._device, self._up = memory, way, device, up
         self._pool = HostPool(way.threads, way.cores)
         self._host = HostUpdate(device, up, self._pool)
         self._through: DeviceUpdate | None = None
@@ -145,6 +145,8 @@ class AwayUpdates:
     def submit(self, work: Sequence[tuple[Slab, list[Piece], tuple[Tensor, Tensor]]], scaling: Scaling) -> None:
         """`work` in the order in which the slabs are needed. Returns at once."""
         self.finish()
+        if self._up is not None:  # what it sends and overwrites is behind what the model is computing
+            self._up.wait_stream(torch.cuda.current_stream(self._device))
         if self.way.tunes:
             self._timing.tune(self._ran_with)
         self._timing.begin()
@@ -237,6 +239,8 @@ class AwayUpdates:
     def close(self) -> None:
         """Ends the threads, also where an update has failed; raises that."""
         with ExitStack() as ends:
+            if self._up is not None:  # the last of all: what comes up for a next step reads memory that is about to go
+                ends.callback(torch.cuda.synchronize, self._device)
             ends.callback(self._pool.close)
             if self._through is not None:
                 ends.callback(self._device_worker.close)
