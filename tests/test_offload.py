@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import zerofold as zf
 from zerofold import offloading
+from zerofold.compat.deepspeed.ops.adam import DeepSpeedCPUAdam
 from zerofold.engine import Engine
 from zerofold.gradients_away import AwayGradients
 from zerofold.memory.disk import DiskError, DiskStore
@@ -379,3 +380,24 @@ def sums_of_three_backwards() -> list[bool]:
 @pytest.mark.filterwarnings("ignore:gradients of several micro-batches")
 def test_backwards_that_nobody_planned_add_up_wherever_gradients_wait(ranks: Callable[..., list[Any]]) -> None:
     assert ranks(1, sums_of_three_backwards) == [[True] * 4]
+
+
+def optimizers_for_a_file(folder: str) -> tuple[str, int]:
+    offload = {"optimizer": "nvme", "path": folder}
+    model = build()
+    refusal = raised(
+        zf.prepare, model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, units=Block, offload=offload
+    )
+    model = build()
+    optimizer = DeepSpeedCPUAdam(model.parameters())  # torch's Adam with other defaults
+    model, _ = zf.prepare(model, optimizer, stage=3, units=Block, precision="bf16", offload=offload)
+    train(model, optimizer, 1)
+    written = zf.ledger(model).snapshot()["offload"]["disk"]["written"]
+    zf.close(model)
+    return refusal, written
+
+
+def test_who_can_have_states_in_a_file(ranks: Any, tmp_path: Any) -> None:
+    ((refusal, written),) = ranks(1, optimizers_for_a_file, str(tmp_path))
+    assert "not for SGD; use 'optimizer': 'host'" in refusal
+    assert written > 0

@@ -123,7 +123,10 @@ def deepspeed(model: GPT, *, batch: int, device: torch.device, stage: int) -> St
 
 def deepspeed_step(library: Any, model: GPT, config: dict[str, Any]) -> Step:
     engine, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return step_of_deepspeed(engine)
 
+
+def step_of_deepspeed(engine: Any) -> Step:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = engine(tokens, targets)
         engine.backward(loss)

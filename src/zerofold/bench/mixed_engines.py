@@ -29,7 +29,11 @@ def make_adamw(parameters: Iterable[Tensor], **kernel: bool) -> torch.optim.Adam
 
 
 def plain(model: GPT, *, batch: int, device: torch.device) -> Step:
-    """Plain PyTorch without communication: masters beside the model, cast there and back."""
+    return step_with_masters(model, CLIP, norms=[])
+
+
+def step_with_masters(model: GPT, clip: float, norms: list[Tensor]) -> Step:
+    """Plain PyTorch without communication: masters beside the model, cast there and back. `norms` gets the last one."""
     parameters: list[Tensor] = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = make_adamw(masters, fused=True)
@@ -37,7 +41,7 @@ def plain(model: GPT, *, batch: int, device: torch.device) -> Step:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        norms[:] = [torch.nn.utils.clip_grad_norm_(parameters, clip)]
         for parameter, master in zip(parameters, masters, strict=True):
             assert parameter.grad is not None
             master.grad = parameter.grad.float()

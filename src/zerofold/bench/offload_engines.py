@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofold.bench.deepspeed_ops import build_op
-from zerofold.bench.engines import BETAS, WEIGHT_DECAY, Step
+from zerofold.bench.engines import BETAS, WEIGHT_DECAY, Step, step_of_deepspeed
 from zerofold.bench.gpt import GPT, Block
-from zerofold.bench.mixed_engines import LEARNING_RATE, make_adamw
+from zerofold.bench.mixed_engines import LEARNING_RATE, make_adamw, step_with_masters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,26 +68,9 @@ class OffloadEngine:
 
 
 def plain(model: GPT, wishes: Wishes) -> Training:
-    """Everything on the device, without any engine: masters beside the model, cast there and back."""
-    parameters: list[Tensor] = list(model.parameters())
-    masters = [parameter.detach().float() for parameter in parameters]
-    optimizer = make_adamw(masters, fused=True)
+    """Everything on the device, without any engine."""
     norms: list[Tensor] = []
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = model(tokens, targets)
-        loss.backward()
-        norms[:] = [torch.nn.utils.clip_grad_norm_(parameters, wishes.clip)]
-        for parameter, master in zip(parameters, masters, strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
-            parameter.grad = None  # one by one, so that both forms of all gradients never exist together
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, masters)
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = step_with_masters(model, wishes.clip, norms)
     return Training(step=step, norm=lambda: norms[0], read_parameter=lambda: model.norm.weight)
 
 
@@ -158,14 +141,8 @@ def deepspeed(model: GPT, wishes: Wishes, *, stage: int, optimizer: str, paramet
         },
     }
     engine, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=config)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
     # Its step returns when the update is done, so there is nothing to wait for but the device.
+    step = step_of_deepspeed(engine)
     return Training(step=step, norm=engine.get_global_grad_norm, read_parameter=lambda: torch.zeros(()))
 
 

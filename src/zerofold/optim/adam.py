@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from typing import Any
 
@@ -21,7 +22,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def why_not_one_pass(optimizer: torch.optim.Optimizer) -> str | None:
     """None when the one pass does what this optimizer would do; otherwise what stands against it."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+    # A class that only sets other defaults steps as its parent does. torch wraps the step of each class it meets.
+    own = inspect.unwrap(type(optimizer).step)
+    if not isinstance(optimizer, torch.optim.Adam) or own is not inspect.unwrap(torch.optim.Adam.step):
         return f"it is for torch.optim.AdamW and Adam, not for {type(optimizer).__name__}"
     for group in optimizer.param_groups:
         for option in ("amsgrad", "capturable", "differentiable"):

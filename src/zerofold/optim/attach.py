@@ -12,6 +12,7 @@ from zerofold.engine import Engine
 from zerofold.optim.adam import why_not_one_pass
 from zerofold.optim.probe import scalar_states, why_not_by_parameter, why_not_elementwise
 from zerofold.optim.step import Step, StepOptions
+from zerofold.placement import Tier
 from zerofold.sharded import ShardedParameter, ShardedTensor
 
 
@@ -30,6 +31,7 @@ def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], op
         covered |= {id(faces[id(p)][1]) for p in held if id(p) in faces}
         _check_kind(engine, optimizer)
         _check_one_pass(engine, optimizer, options)
+        _check_file(engine, optimizer, options)
     missing = [name for name, face in engine.trained_faces() if id(face) not in covered]
     if missing:
         raise ValueError(
@@ -55,6 +57,23 @@ def _check_options(options: StepOptions) -> None:
         )
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise TypeError(f"scheduler must be a learning-rate scheduler, not {type(scheduler).__name__}")
+
+
+def _check_file(engine: Engine, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
+    """Only the one pass keeps its states in a file; others would make theirs in host memory, without a word."""
+    faces = {
+        id(face) for slab in engine.slabs() if slab.tier is Tier.NVME and slab.requires_grad for face in slab.faces
+    }
+    known = engine.faces()
+    held = [known[id(p)][1] for group in optimizer.param_groups for p in group["params"] if id(p) in known]
+    if not any(id(face) in faces for face in held):
+        return
+    reason = "one_pass=False rules it out" if options.one_pass is False else why_not_one_pass(optimizer)
+    if reason is not None:
+        raise ValueError(
+            f"offload: states in a file need the one-pass update, and {reason}; use 'optimizer': 'host', or with "
+            "'auto' leave 'path' out"
+        )
 
 
 def _check_one_pass(engine: Engine, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
