@@ -24,6 +24,7 @@ ROOMS = [
     "watch",
     "memory",
     "offload",  # which unit's states go where: arithmetic, no model yet
+    "plan",  # bytes, traffic and time of a step: arithmetic; what builds or runs a model for it stands further down
     "guard",
     "shard_spec",
     "sharded",
@@ -72,9 +73,14 @@ ROOMS = [
     "process_group",
     "compat",
     "fsdp",
-    "plan",
+    "plan.sources",
+    "plan.tracing",
+    "plan.call",
     "observe",
     "",  # the public face: zerofold/__init__.py
+    "plan.command",
+    "plan.page",
+    "simulation",
     "launch",
     "launcher",
     "train",

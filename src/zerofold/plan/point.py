@@ -1,0 +1,82 @@
+"""One way to train a model on a machine, and what it comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zerofold.placement import Tiers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One point of the space that `search` looks through."""
+
+    stage: str = "3"
+    group: int = 0
+    """Ranks inside a group, of hsdp and hpz; 0: those of a node."""
+    tiers: Tiers = field(default_factory=Tiers)
+    """Of every unit. Where `auto` is set, each unit's are chosen by `zerofold.offload.plan.place`."""
+    auto: bool = False
+    micro_batch: int = 1
+    accumulate: int = 1
+    checkpoint_every: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    precision: str = "bf16"
+
+    @property
+    def samples(self) -> int:
+        """Of a data-parallel rank in a step."""
+        return self.micro_batch * self.accumulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one rank, by line; every line is one that the ledger can measure. `device_peak` is not their sum: not
+    all of them are there at once."""
+
+    device: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
+    disk: dict[str, int] = field(default_factory=dict)
+    device_peak: int = 0
+    peak_at: str = ""
+    """In which moment: "backward of block.7", "step"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a rank sends in a step, as a ring would: by collective, and by whom it goes to ("all", "inside", …)."""
+
+    elements: dict[tuple[str, str], float]
+    bytes: dict[tuple[str, str], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of a step, by what they are spent on; what is hidden behind something else is not among them."""
+
+    compute: float
+    exposed: dict[str, float]
+    """"gather", "reduce", "host", "disk", "pipeline", "tensor": what the device waits for."""
+    update: float
+    efficiency: float
+    """By the model of arithmetic intensity."""
+    intensity: dict[str, float]
+    bottleneck: str
+
+    @property
+    def step(self) -> float:
+        return self.compute + sum(self.exposed.values()) + self.update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    point: Point
+    memory: Memory
+    traffic: Traffic
+    times: Times
+    fits: bool
+    lacks: str = ""
+    """Which memory is too small, and by how much."""
+    samples_per_second: float = 0.0
+    """Of all devices together."""

@@ -1,0 +1,129 @@
+"""What the plan knows of a model: units of equal blocks, and what is alive while each of them computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+ROOT = ""
+"""The unit of whatever is in no block: embeddings, the last norm, the head."""
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """A number that grows with the micro-batch.
+
+    >>> PerSample(10, 3).at(4), (PerSample(1, 2) + PerSample(3, 4)).at(1)
+    (22, 10)
+    """
+
+    fixed: float = 0
+    each: float = 0
+
+    def at(self, samples: float) -> float:
+        return self.fixed + self.each * samples
+
+    def __add__(self, other: PerSample) -> PerSample:
+        return PerSample(self.fixed + other.fixed, self.each + other.each)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device does: matrix arithmetic, bytes that other kernels read and write, kernels started."""
+
+    flops: PerSample = PerSample()
+    moved: PerSample = PerSample()
+    kernels: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.moved + other.moved, self.kernels + other.kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitShape:
+    """A unit, and how many like it follow each other.
+
+    `tensors` are the elements of each trained parameter, where they are known: with them the padding of the flat
+    layout is exact.
+    """
+
+    name: str
+    trained: int
+    frozen: int = 0
+    count: int = 1
+    tensors: tuple[int, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Of one of them."""
+        return self.trained + self.frozen
+
+
+class Phase(Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"  # with the recomputation of what was checkpointed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A stretch of a step in which one unit computes.
+
+    `alive` is the most that activations and temporaries take at any time in it: no parameters, no gradients of
+    parameters. Of `repeats` equal stretches after each other each leaves `growth` more (less, in backward) than it
+    found, and `alive` is that of the largest.
+    """
+
+    phase: Phase
+    unit: int
+    """Its number in `ModelShape.units`."""
+    alive: PerSample
+    work: Work
+    repeats: int = 1
+    growth: PerSample = PerSample()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """A forward and backward of one micro-batch, every `checkpoint_every`-th block's input kept (0: everything)."""
+
+    checkpoint_every: int
+    moments: tuple[Moment, ...]
+    checkpoints: PerSample = PerSample()
+    """Of `alive` at the end of forward: the inputs kept for recomputation."""
+    logits: PerSample = PerSample()
+    """Of `alive` at its largest: the logits, their fp32 copy and their gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model as the plan sees it. `units` in forward order; what is in no block is the first, named ROOT."""
+
+    name: str
+    units: tuple[UnitShape, ...]
+    activities: tuple[Activity, ...] = ()
+    """One for each interval of checkpoints that was traced or computed; none where only parameters are known."""
+    tokens: int = 1
+    """Of a sample: the length of its sequence, or the patches of a picture."""
+    source: str = "count"
+    """"count", "shape", "config" or "function"; the last two are traced."""
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    vocab: int | None = None
+    notes: tuple[str, ...] = field(default=())
+    """What was assumed, for a person to read."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(unit.count * unit.parameters for unit in self.units)
+
+    @property
+    def trained(self) -> int:
+        return sum(unit.count * unit.trained for unit in self.units)
+
+    def activity(self, checkpoint_every: int) -> Activity:
+        for found in self.activities:
+            if found.checkpoint_every == checkpoint_every:
+                return found
+        known = ", ".join(str(each.checkpoint_every) for each in self.activities) or "none"
+        raise ValueError(f"{self.name}: nothing is known of checkpoint_every={checkpoint_every}; known: {known}")
