@@ -56,7 +56,7 @@ def ranks_of(machine: Machine, point: Point) -> Ranks:
     over = point.tensor * point.pipeline
     if over < 1 or machine.devices % over:
         raise ValueError(
-            f"tensor={point.tensor} × pipeline={point.pipeline} does not divide {machine.devices} devices; choose "
+            f"tensor={point.tensor} and pipeline={point.pipeline} do not divide {machine.devices} devices; choose "
             "degrees whose product does"
         )
     data = machine.devices // over

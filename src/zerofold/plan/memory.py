@@ -179,8 +179,8 @@ def activity_of(model: ModelShape, point: Point) -> Activity:
 
 
 def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:
-    """Tensor ranks share every activation, as with sequence parallelism. Of a pipeline's stages the first keeps the most
-    blocks' activations, for as many micro-batches as are on their way, and the last has the logits, for one."""
+    """Tensor ranks share every activation, as with sequence parallelism. Of a pipeline's stages the first keeps the
+    most blocks' activations, for as many micro-batches as are on their way, and the last has the logits, for one."""
     if point.tensor == point.pipeline == 1:
         return activity
     tensor, stages = point.tensor, point.pipeline

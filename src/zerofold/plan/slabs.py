@@ -15,7 +15,7 @@ from zerofold.plan.shape import ROOT, UnitShape
 from zerofold.plan.states import Widths, waiting_gradient
 
 LARGE_ROOT_PARAMETER = 2**20
-"""Bytes from which a parameter of the root is a slab by itself, as `zerofold.dealing` has it."""
+"""Bytes from which a parameter of the root is a slab by itself."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def lay_out(numels: tuple[int, ...], widths: Widths, over: int, first_owns_all: 
     end = sum(-(-numel // alignment) * alignment for numel in numels)
     if first_owns_all:
         return SlabSize(sum(numels), end, end, sum(numels), len(numels), compute, is_trained)
-    shard = -(-(-(-end // over)) // alignment) * alignment
+    each = -(-end // over)
+    shard = -(-each // alignment) * alignment
     owned, offset = 0, 0
     for numel in numels:
         owned += max(0, min(offset + numel, shard) - offset)

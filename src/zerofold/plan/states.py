@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from zerofold.placement import INSIDE, Cut, Row, row
-from zerofold.precision import Precision, policy_of
+from zerofold.precision import Dtypes, Precision, policy_of
 
 ROWS = ("dp", "0", "1", "2", "3", "hsdp", "hpz")
 
@@ -50,11 +50,16 @@ class Widths:
         policy = policy_of(precision)
         like = torch.empty(0, dtype=torch.float32, requires_grad=True)
         dtypes = policy.dtypes(like, is_kept=False)
+        return cls.of_dtypes(dtypes, moments=round(moments * policy.moments.itemsize))
+
+    @classmethod
+    def of_dtypes(cls, dtypes: Dtypes, *, moments: int) -> Widths:
+        """`moments`: bytes of all that the optimizer keeps for one parameter."""
         return cls(
             compute=dtypes.compute.itemsize,
             master=dtypes.master.itemsize,
             gradient=dtypes.accumulation.itemsize,
-            moments=round(moments * policy.moments.itemsize),
+            moments=moments,
             wire=dtypes.reduction.itemsize,
             has_master=dtypes.has_master,
             keeps_range=dtypes.compute is torch.float16,
