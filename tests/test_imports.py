@@ -73,8 +73,10 @@ ROOMS = [
     "process_group",
     "compat",
     "fsdp",
-    "plan.sources",
     "plan.tracing",
+    "plan.sources",
+    "plan.measure",
+    "plan.text",
     "plan.call",
     "observe",
     "",  # the public face: zerofold/__init__.py

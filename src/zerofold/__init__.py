@@ -17,6 +17,7 @@ from zerofold.observe.out_of_memory import explain_oom
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
 from zerofold.park import offload_states, reload_states
+from zerofold.plan.call import plan
 from zerofold.precision import Precision
 from zerofold.prepare import attach, close, prepare, shard
 from zerofold.replicas import ReplicaError
@@ -58,6 +59,7 @@ __all__ = [
     "load",
     "no_sync",
     "offload_states",
+    "plan",
     "prepare",
     "reload_states",
     "save",

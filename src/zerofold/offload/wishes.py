@@ -141,9 +141,10 @@ def _fraction(name: str, value: object) -> float:
     return float(value)
 
 
-def _nbytes(name: str, value: object) -> int:
-    """
-    >>> _nbytes("offload['reserve']", "1.5 GiB"), _nbytes("offload['reserve']", "500MB")
+def read_size(name: str, value: object) -> int:
+    """Bytes, given as a number or as a person writes them; `name` is what an error speaks of.
+
+    >>> read_size("offload['reserve']", "1.5 GiB"), read_size("offload['reserve']", "500MB")
     (1610612736, 500000000)
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -155,7 +156,7 @@ def _nbytes(name: str, value: object) -> int:
 
 
 def _limit(name: str, value: object) -> int:
-    found = _nbytes(name, value)
+    found = read_size(name, value)
     if found == 0:
         raise ValueError(f"{name}={value!r} allows nothing; give more than 0, or leave it out for no limit")
     return found
@@ -187,7 +188,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "device_limit": _limit,
     "host_limit": _limit,
     "disk_limit": _limit,
-    "reserve": _nbytes,
+    "reserve": read_size,
     "sums": _flag,
     "checksums": _flag,
     "threads": _threads,

@@ -147,7 +147,7 @@ def memory(
         "gathered units": gathered,
         "local gradients": most_local,
         "activation checkpoints": checkpoints,
-        "working activations": max(0, alive - checkpoints - logits),
+        "working activations": _working(units, activity, samples),
         "logits": logits,
         "update ring": ring,
         "library workspaces": workspaces,
@@ -163,6 +163,16 @@ def memory(
         peak_at=peak.name,
         reserve=reserve,
     )
+
+
+def _working(units: Sequence[HeldUnit], activity: Activity, samples: int) -> int:
+    """The most that is neither kept for recomputation nor logits. Both of these are where the root computes."""
+    beside = {ROOT: activity.checkpoints + activity.logits}
+    numbers = (
+        moment.alive.at(samples) - beside.get(units[moment.unit].shape.name, activity.checkpoints).at(samples)
+        for moment in activity.moments
+    )
+    return int(max(0, *numbers, 0))
 
 
 def activity_of(model: ModelShape, point: Point) -> Activity:

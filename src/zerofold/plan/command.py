@@ -1,0 +1,136 @@
+"""`zerofold plan`: what a training run takes, before it is started."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zerofold.offload.wishes import read_size
+from zerofold.plan.call import DEFAULT_PRESET, Plan, plan
+from zerofold.plan.machine import GB, Link, Machine
+from zerofold.plan.measure import this_machine
+from zerofold.plan.presets import changed, preset, preset_names
+
+_PRESETS = ", ".join(preset_names())
+
+
+def plan_command(
+    params: Annotated[float | None, typer.Option(help="Number of parameters; a GPT of usual proportions.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks of a GPT.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Its width.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Its attention heads.")] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="Its vocabulary; 50304.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample; 2048, or what the model allows.")] = None,
+    model: Annotated[str | None, typer.Option(help="A Hugging Face folder, or a config.json.")] = None,
+    function: Annotated[
+        str | None, typer.Option(help="module:function that builds the model, or it and an example of its inputs.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="N: devices; 1, or those of this machine.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node; the preset's.")] = None,
+    group: Annotated[int, typer.Option(min=0, help="Ranks in a group of hsdp and hpz; those of a node.")] = 0,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Samples of a rank in one forward.")] = 1,
+    accumulate: Annotated[int, typer.Option(min=1, help="Backwards that make a step.")] = 1,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, help="Keep the input of every k-th block for backward; 0 keeps everything.")
+    ] = 1,
+    precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or tf32.")] = "bf16",
+    flash: Annotated[bool, typer.Option(help="Attention's weights are computed again in backward, not kept.")] = True,
+    machine: Annotated[str, typer.Option("--preset", help=f"Devices by name: {_PRESETS}.")] = DEFAULT_PRESET,
+    measured: Annotated[
+        bool, typer.Option("--this-machine", help="Measure this machine instead; takes a few seconds.")
+    ] = False,
+    path: Annotated[str | None, typer.Option(help="With --this-machine: a folder whose disk to measure.")] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Of one device, such as 80GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Of a node, such as 1TB.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Of a node, such as 4TB.")] = None,
+    link_inside: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s each way between devices of a node.")
+    ] = None,
+    link_across: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s each way between nodes, for one device.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the bars of every row and sliders.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Write the recommended ds_config.json to this file.")] = None,
+) -> None:
+    """Predict what every ZeRO stage takes on each device, what it sends and how long a step lasts, and choose one.
+
+    The model is a number of parameters, the numbers of a GPT, a Hugging Face config, or a Python function; no weights
+    are read. The exit code is 0 also where nothing fits: "recommended" is null then.
+
+    \b
+    Examples:
+      zerofold plan --params 7.5e9 --world-size 64
+      zerofold plan --layers 48 --hidden 1600 --heads 25 --preset V100-32 --world-size 16 --json
+      zerofold plan --model meta-llama/ --seq 4096 --preset H100 --world-size 8 --config ds_config.json
+    """
+    try:
+        fleet = _fleet(machine, measured, path, world_size, link_inside, link_across)
+        for file in (html, config):
+            if file is not None and not file.absolute().parent.is_dir():
+                raise ValueError(f"there is no folder {file.absolute().parent} to write {file.name} into")
+        found = plan(
+            model,
+            params=params,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            vocab=vocab,
+            seq=seq,
+            function=function,
+            machine=fleet,
+            world_size=world_size,
+            gpus_per_node=gpus_per_node,
+            micro_batch=micro_batch,
+            accumulate=accumulate,
+            checkpoint_every=checkpoint_every,
+            precision=precision,
+            flash=flash,
+            group=group,
+            device_memory=_size("--device-memory", device_memory),
+            host_memory=_size("--host-memory", host_memory),
+            disk=_size("--disk", disk),
+        )
+        if config is not None and found.recommended is None:
+            raise ValueError(f"nothing fits, so there is no config to write to {config}: {found.advice.sentences[0]}")
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if html is not None:
+        _write_page(found, html)
+    if config is not None:
+        config.write_text(json.dumps(found.ds_config, indent=2) + "\n")
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+    else:
+        typer.echo(found.text(), nl=False)
+
+
+def _size(option: str, text: str | None) -> int | None:
+    return None if text is None else read_size(option, int(text) if text.isdigit() else text)
+
+
+def _fleet(
+    name: str,
+    measured: bool,
+    path: str | None,
+    world_size: int | None,
+    link_inside: float | None,
+    link_across: float | None,
+) -> Machine:
+    if path is not None and not measured:
+        raise ValueError("--path is the disk to measure, so it needs --this-machine")
+    found = this_machine(devices=world_size, path=path) if measured else preset(name, devices=world_size or 1)
+    return changed(
+        found,
+        inside=None if link_inside is None else Link(rate=link_inside * GB, latency=found.inside.latency),
+        across=None if link_across is None else Link(rate=link_across * GB, latency=found.across.latency),
+    )
+
+
+def _write_page(found: Plan, file: Path) -> None:
+    importlib.import_module("zerofold.plan.page").write_page(found.to_dict(), file)

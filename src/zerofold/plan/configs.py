@@ -1,0 +1,73 @@
+"""A point as settings that can be used: keyword arguments of `zf.prepare`, and a ds_config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zerofold.placement import Tier, row
+from zerofold.plan.held import Ranks
+from zerofold.plan.point import Memory, Point
+
+_DEEPSPEED = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
+DISK_FOLDER = "/path/on/a/disk"
+
+
+def native(point: Point, ranks: Ranks, memory: Memory | None = None) -> dict[str, Any]:
+    """For `zf.prepare(model, optimizer, **…)`; "mesh" stands for `init_device_mesh` of that shape."""
+    found: dict[str, Any] = {
+        "stage": int(point.stage) if point.stage.isdigit() else point.stage,
+        "precision": point.precision,
+        "accumulate": point.accumulate,
+    }
+    placed = row(point.stage)
+    if (placed.copy is not None or placed.reduces_across) and ranks.group < ranks.data:
+        found["mesh"] = [ranks.data // ranks.group, ranks.group]
+    offload = _offload(point, memory)
+    if offload:
+        found["offload"] = offload
+    return found
+
+
+def _offload(point: Point, memory: Memory | None) -> dict[str, Any]:
+    if point.auto:
+        found: dict[str, Any] = {"optimizer": "auto"}
+        if memory is not None:
+            lines = ("activation checkpoints", "working activations", "logits", "local gradients")
+            found["reserve"] = sum(memory.device.get(line, 0) for line in lines)
+            if any(memory.disk.values()):
+                found["path"] = DISK_FOLDER
+        return found
+    if not point.tiers.is_offloaded:
+        return {}
+    tiers = {
+        "optimizer": point.tiers.optimizer,
+        "gradients": point.tiers.gradients,
+        "parameters": point.tiers.parameters,
+    }
+    chosen: dict[str, Any] = {state: tier.value for state, tier in tiers.items()}
+    return chosen | ({"path": DISK_FOLDER} if Tier.NVME in tiers.values() else {})
+
+
+def ds_config(point: Point, ranks: Ranks) -> dict[str, Any]:
+    """The same as a ds_config.json; what it cannot say (automatic tiers, "dp") becomes the nearest that it can."""
+    placed = row(point.stage)
+    zero: dict[str, Any] = {"stage": 3 if placed.parameters.is_cut else int(point.stage) if point.stage != "dp" else 0}
+    if placed.copy is not None:
+        zero["zero_hpz_partition_size"] = ranks.group
+    elif placed.reduces_across:
+        zero["mics_shard_size"] = ranks.group
+    tiers = point.tiers
+    optimizer = Tier.HOST if point.auto else tiers.optimizer
+    parameters = Tier.HOST if point.auto and placed.parameters.is_cut else tiers.parameters
+    for key, tier in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+        if tier is not Tier.DEVICE:
+            zero[key] = {"device": _DEEPSPEED[tier]} | ({"nvme_path": DISK_FOLDER} if tier is Tier.NVME else {})
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": point.micro_batch,
+        "gradient_accumulation_steps": point.accumulate,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": zero,
+    }
+    if point.precision in ("bf16", "fp16"):
+        found[point.precision] = {"enabled": True}
+    return found

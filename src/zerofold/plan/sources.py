@@ -1,0 +1,210 @@
+"""What the plan knows of a model that is given as a Hugging Face config or as Python code; no weights are read.
+
+The model is built on the meta device, where a tensor has a shape and no memory, and traced there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zerofold.plan.comparison import Parameter, shape_of
+from zerofold.plan.shape import ModelShape
+from zerofold.units import assign, find_units
+
+Inputs = dict[str, Tensor]
+Example = Callable[[int], Inputs]
+"""The keyword arguments of a forward of so many samples that returns a loss, on the meta device."""
+
+_LONGEST = 2048
+_HEADS = (
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForImageClassification",
+    "AutoModelForMaskedLM",
+    "AutoModelForSequenceClassification",
+)
+
+
+class Traced(NamedTuple):
+    """A model on the meta device, what it is fed, and how many tokens or patches a sample has."""
+
+    model: nn.Module
+    example: Example | None
+    tokens: int
+
+
+def from_hugging_face(
+    where: str | Path, *, seq: int | None = None, precision: str = "bf16", checkpoint_every: Sequence[int] = (0, 1)
+) -> ModelShape:
+    """From a folder with a config.json, or that file."""
+    file = Path(where)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(f"--model {where}: there is no config.json; give a Hugging Face folder or its config.json")
+    built = build(read_config(file), seq)
+    shape = _shape(built, str(where), "config", precision, checkpoint_every)
+    return _with_numbers(shape, built.model)
+
+
+def read_config(file: Path) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            f"--model {file} needs Hugging Face's classes; `pip install transformers`, or use --layers, --hidden, …"
+        ) from None
+    try:
+        model_type = json.loads(file.read_text()).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"--model {file} is no config.json: {error}") from None
+    if not model_type:
+        raise ValueError(f"--model {file} has no model_type, so it is no config of a Hugging Face model")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"--model {file}: model_type {model_type!r} cannot be built: {first}") from None
+
+
+def build(config: Any, seq: int | None = None) -> Traced:
+    """The model of a config with its head, on the meta device."""
+    import transformers
+
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    make: Callable[[Any], nn.Module] | None = next((each for each in named if each is not None), None)
+    if make is None:
+        autos = [getattr(transformers, name) for name in _HEADS]
+        auto = next((each for each in autos if type(config) in each._model_mapping), None)
+        make = None if auto is None else auto.from_config
+    if make is None:
+        raise ValueError(
+            f"model_type {config.model_type!r} has no class with a loss that is known here; give it as "
+            "--function module:function"
+        )
+    with torch.device("meta"):
+        model = make(config).train()
+    example, tokens = example_for(config, seq)
+    return Traced(model, example, tokens)
+
+
+def example_for(config: Any, seq: int | None = None) -> tuple[Example, int]:
+    """What a Hugging Face model is fed so that it returns a loss, and the tokens or patches of a sample.
+
+    >>> from transformers import ViTConfig
+    >>> example, tokens = example_for(ViTConfig(image_size=32, patch_size=8))
+    >>> {name: tuple(tensor.shape) for name, tensor in example(3).items()}, tokens
+    ({'pixel_values': (3, 3, 32, 32), 'labels': (3,)}, 17)
+    """
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
+        size, patch = config.image_size, getattr(config, "patch_size", 16)
+        return lambda batch: {
+            "pixel_values": torch.empty(batch, config.num_channels, size, size, device="meta"),
+            "labels": torch.zeros(batch, dtype=torch.long, device="meta"),
+        }, (size // patch) ** 2 + 1
+    is_text = bool(getattr(config, "vocab_size", None)) and not hasattr(config, "num_mel_bins")
+    if not is_text or getattr(config, "vision_config", None) is not None:
+        raise ValueError(
+            f"model_type {config.model_type!r} takes inputs that are not known here; give it as --function "
+            "module:function, which returns the model and a function from a batch size to the inputs of a forward"
+        )
+    if seq is not None and longest and seq > longest:
+        raise ValueError(f"--seq {seq} is longer than the {longest} positions of model_type {config.model_type!r}")
+    length = seq or min(_LONGEST, longest or _LONGEST)
+    return lambda batch: {
+        name: torch.zeros(batch, length, dtype=torch.long, device="meta") for name in ("input_ids", "labels")
+    }, length
+
+
+def from_function(
+    name: str, *, seq: int | None = None, precision: str = "bf16", checkpoint_every: Sequence[int] = (0, 1)
+) -> ModelShape:
+    """From `module:function`, which returns a model, or a model and its example: a function from a number of samples to
+    the keyword arguments of a forward that returns a loss. It is called with the meta device as default."""
+    found = _call(name)
+    model, example = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"--function {name} returned a {type(model).__name__}; return a torch module, or it and example"
+        )
+    if example is not None and not callable(example):
+        raise ValueError(
+            f"--function {name}: the example is a {type(example).__name__}; return a function of a batch size"
+        )
+    tokens = seq or 1
+    config = getattr(model, "config", None)
+    if example is None and hasattr(config, "model_type"):
+        example, tokens = example_for(config, seq)
+    elif example is not None and seq is None:
+        sizes = [tensor.shape[1] for tensor in example(1).values() if isinstance(tensor, Tensor) and tensor.dim() == 2]
+        tokens = max(sizes, default=1)
+    return _with_numbers(_shape(Traced(model, example, tokens), name, "function", precision, checkpoint_every), model)
+
+
+def _call(name: str) -> Any:
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f"--function {name!r} must be module:function, such as my_models:build")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it: a file beside where the command is run
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"--function {name}: {error}; is it installed, or in this folder?") from None
+    make = getattr(found, attribute, None)
+    if not callable(make):
+        raise ValueError(f"--function {name}: {module} has no function {attribute!r}")
+    with torch.device("meta"):
+        return make()
+
+
+def _shape(built: Traced, name: str, source: str, precision: str, checkpoint_every: Sequence[int]) -> ModelShape:
+    if built.example is None:
+        counted = shape_of_model(built.model, name)
+        note = "no example of its inputs was given, so activations are not counted"
+        return replace(counted, source=source, tokens=built.tokens, notes=(note,))
+    try:
+        trace = importlib.import_module("zerofold.plan.tracing").trace
+    except ModuleNotFoundError:
+        note = "activations are not counted: nothing here traces a model"
+        return replace(shape_of_model(built.model, name), source=source, tokens=built.tokens, notes=(note,))
+    intervals = sorted({0, *checkpoint_every})
+    found: ModelShape = trace(built.model, built.example(2), checkpoint_every=intervals, precision=precision, name=name)
+    return replace(found, source=source, tokens=built.tokens)
+
+
+def shape_of_model(model: nn.Module, name: str) -> ModelShape:
+    """Parameters alone, by the units that the engine would find."""
+    assigned = assign(model, find_units(model, None))
+    parameters = {
+        unit: [Parameter(entry.parameter.numel(), entry.parameter.requires_grad) for entry in entries]
+        for unit, entries in assigned.items()
+    }
+    sizes = [parameter.element_size() for parameter in model.parameters()]
+    return shape_of(parameters, name=name, built_bytes=max(sizes, default=4))
+
+
+def _with_numbers(shape: ModelShape, model: nn.Module) -> ModelShape:
+    """Layers, hidden width and so on, where the model's config tells them."""
+    config = getattr(model, "config", None)
+
+    def number(*names: str) -> int | None:
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int)), None)
+
+    return replace(
+        shape,
+        layers=number("num_hidden_layers", "n_layer", "num_layers"),
+        hidden=number("hidden_size", "n_embd", "d_model"),
+        heads=number("num_attention_heads", "n_head", "num_heads"),
+        vocab=number("vocab_size"),
+    )

@@ -1,0 +1,142 @@
+"""A plan as tables and sentences for a person."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zerofold.placement import Tier
+from zerofold.plan.machine import GB
+from zerofold.plan.point import Prediction
+
+if TYPE_CHECKING:
+    from zerofold.plan.call import Plan
+
+_COLUMNS = (
+    ("param-\neters", ("parameters",)),
+    ("gra-\ndients", ("gradients", "local gradients")),
+    ("opti-\nmizer", ("optimizer", "update ring")),
+    ("buffers", ("fused buffers", "library workspaces")),
+    ("gath-\nered", ("gathered units",)),
+    ("check-\npoints", ("activation checkpoints",)),
+    ("work-\ning", ("working activations",)),
+    ("\nlogits", ("logits",)),
+)
+_FEWER = (
+    ("param-\neters", ("parameters",)),
+    ("gra-\ndients", ("gradients", "local gradients")),
+    ("opti-\nmizer", ("optimizer", "update ring")),
+    ("gath-\nered", ("gathered units",)),
+)
+_SHORT = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.NVME: "disk"}
+
+
+def plan_text(plan: Plan, *, width: int = 100, color: bool = False) -> str:
+    """What `zerofold plan` prints."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=color, highlight=False, soft_wrap=False)
+    machine, model = plan.machine, plan.model
+    console.print(
+        f"{model.name}: {model.parameters:,} parameters, on {machine.devices} of {machine.name} "
+        f"({_gb(machine.device_memory)} GB each, {machine.per_node} to a node with {_gb(machine.host_memory)} GB of "
+        f"host memory{f' and {_gb(machine.disk)} GB of disk' if machine.disk else ''})"
+    )
+    for note in model.notes:
+        console.print(f"  {note}")
+    console.print(_memory_table(plan.stages, "GB on each device"))
+    console.print(_memory_table(plan.offloaded, "with states off the device", tiers=True))
+    console.print(_time_table([*plan.stages, *plan.offloaded]))
+    for sentence in plan.advice.sentences:
+        console.print(sentence)
+    if plan.searched.larger:
+        console.print(plan.searched.larger)
+    if plan.recommended is not None:
+        config = plan.config
+        shown = ", ".join(f"{name}={value!r}" for name, value in config.items() if name != "mesh")
+        mesh = f', mesh=init_device_mesh("cuda", {tuple(config["mesh"])})' if "mesh" in config else ""
+        console.print(f"\n  zf.prepare(model, optimizer, {shown}{mesh})", soft_wrap=True)
+        console.print(f"  ds_config.json: {json.dumps(plan.ds_config)}", soft_wrap=True)
+    return out.getvalue()
+
+
+def _memory_table(rows: Sequence[Prediction], title: str, *, tiers: bool = False) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("\nrow", no_wrap=True)
+    if tiers:
+        table.add_column("optimizer,\nparameters", no_wrap=True)
+    columns = _FEWER if tiers else _COLUMNS
+    for heading, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("\nhost", "\ndisk") if tiers else ("init\npeak",):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("most at\nonce", justify="right", no_wrap=True)
+    table.add_column("\nfits", no_wrap=True)
+    for found in rows:
+        memory = found.memory
+        cells = [_gb(sum(memory.device[line] for line in lines)) for _, lines in columns]
+        where = [_tiers(found)] if tiers else []
+        others = [_gb(sum(memory.host.values())), _gb(sum(memory.disk.values()))]
+        table.add_row(
+            found.point.stage,
+            *where,
+            *cells,
+            *(others if tiers else [_gb(memory.device["init peak"])]),
+            _gb(memory.device_need),
+            "yes" if found.fits else "no",
+        )
+    return table
+
+
+def _tiers(found: Prediction) -> str:
+    if found.point.auto:
+        return "auto"
+    return f"{_SHORT[found.point.tiers.optimizer]}, {_SHORT[found.point.tiers.parameters]}"
+
+
+def _time_table(rows: Sequence[Prediction]) -> Table:
+    table = Table(title="a step", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table.add_column("row", no_wrap=True)
+    table.add_column("states", no_wrap=True)
+    for heading in ("GB sent", "compute s", "waits s", "update s", "step s", "efficiency", "samples/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("bottleneck")
+    for found in rows:
+        times = found.times
+        is_away = found.point.auto or found.point.tiers.is_offloaded
+        table.add_row(
+            found.point.stage,
+            _tiers(found) if is_away else "device",
+            _gb(sum(found.traffic.bytes.values())),
+            _number(times.compute),
+            _number(sum(times.exposed.values())),
+            _number(times.update),
+            _number(times.step),
+            f"{100 * times.efficiency:.0f}%",
+            _number(found.samples_per_second),
+            times.bottleneck,
+            style=None if found.fits else "dim",
+        )
+    return table
+
+
+def _gb(count: float) -> str:
+    """
+    >>> _gb(16.6e9), _gb(2_460_000), _gb(3.2e14)
+    ('16.6', '0.0025', '320,000')
+    """
+    number = count / GB
+    if number >= 1000:
+        return f"{number:,.0f}"
+    if number >= 10 or number == 0:
+        return f"{number:.1f}"
+    return f"{number:.2f}" if number >= 0.1 else f"{number:.2g}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
