@@ -14,6 +14,7 @@ from zerofold.bench.io import bench_io_command
 from zerofold.bench.precision_runs import Case, Outcome
 from zerofold.bench.step import Measurement, Record, bench_step_command, make_row
 from zerofold.bench.update import bench_update_command
+from zerofold.plan.states import paper_bytes
 
 TINY = GPTSize(vocab=64, width=64, layers=2, heads=2, seq=16)
 SETTING = Setting(world=2, device="cpu", size=TINY, batch=2, timeout=120)
@@ -279,14 +280,14 @@ def test_misuse_of_mixed(arguments, hint):
 def test_the_formula_is_the_papers():
     size = memory.SIZES["cuda"]
     assert size.parameters == pytest.approx(7.5e9, rel=0.003)
-    billions = [memory.formula_bytes(stage, int(7.5e9), 64) / 1e9 for stage in range(4)]
-    assert billions == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+    task = memory.MemoryTask(stage=1, world=64, size=size, device="cuda", fused=True)
+    assert memory.judge(task, None).formula_gb == pytest.approx(31.4, abs=0.05)
 
 
 @pytest.mark.parametrize(("over", "ok"), [(-0.4, True), (0.029, True), (0.031, False)])
 def test_a_stage_may_be_a_little_over_its_formula(over, ok):
     task = memory.MemoryTask(stage=3, world=4, size=TINY, device="cpu", fused=False)
-    resident = round(memory.formula_bytes(3, TINY.parameters, 4) * (1 + over))
+    resident = round(paper_bytes(TINY.parameters, 3, 4).total * (1 + over))
     held = memory.Held(resident=resident, state_bytes={}, released={}, step_peak=None, build_peak=None)
     result = memory.judge(task, held)
     assert (result.ok, result.over_percent) == (ok, pytest.approx(100 * over, abs=0.01))

@@ -106,13 +106,6 @@ def test_the_functions_come_back_after_an_error(ranks):
     assert ranks(2, functions_after_an_error) == [True, True]
 
 
-def test_formula_is_the_table_of_the_paper():
-    psi, world = 1000, 4
-    adamw = [verify.formula_bytes(stage, psi, world, "adamw") for stage in verify.STAGES]
-    assert adamw == [16_000, 8_000 + 2_000, 4_000 + 3_000, 4_000]
-    assert verify.formula_bytes(3, psi, world, "sgd") == 2_000
-
-
 def test_size_counts_the_parameters_of_the_model():
     assert TINY.parameters == sum(parameter.numel() for parameter in GPT(TINY).parameters())
     assert GPTSize().parameters == pytest.approx(33.6e6, rel=0.01)

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from zerofold.entry import Entry, dtypes_of, lay_out
 from zerofold.layout import balance
 from zerofold.placement import Cut, Row
+from zerofold.plan.slabs import LARGE_ROOT_PARAMETER
 from zerofold.precision import Dtypes, Precision
-
-_LARGE_ROOT_PARAMETER = 2**20  # bytes
 
 Cost = Callable[[Tensor], float]
 """What updating a parameter costs, in any unit; the owners' sums are balanced."""
@@ -26,7 +25,7 @@ def split(unit: str, entries: list[Entry]) -> list[list[Entry]]:
     slabs: dict[tuple[Dtypes, bool, str], list[Entry]] = {}
     for entry in entries:
         p = entry.parameter
-        alone = entry.name if not unit and p.nbytes >= _LARGE_ROOT_PARAMETER else ""
+        alone = entry.name if not unit and p.nbytes >= LARGE_ROOT_PARAMETER else ""
         slabs.setdefault((dtypes_of(entry), p.requires_grad, alone), []).append(entry)
     return list(slabs.values())
 

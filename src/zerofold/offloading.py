@@ -25,10 +25,12 @@ from zerofold.offload.plan import Plan, place
 from zerofold.offload.sizes import UnitSize
 from zerofold.offload.wishes import Offload
 from zerofold.placement import Row, Tier, Tiers
+from zerofold.plan.held import UPDATE_RING
+from zerofold.plan.slabs import SlabSize, unit_size
+from zerofold.plan.states import Widths
 from zerofold.precision import Precision
 
 GIB = 2**30
-UPDATE_RING = 17 * 2**26  # bytes of the device: four chunks of 2**24 parameters on their way through it
 _EXTENTS = 8  # at most, of one slab in the file, each rounded up to a page
 
 
@@ -106,32 +108,25 @@ def _memory(plan: Plan, wish: Offload, device: torch.device, rank: int, units: i
 
 
 def _size(name: str, entries: list[Entry], row: Row, precision: Precision, *, world: int, adds_up: bool) -> UnitSize:
+    """Of the rank that keeps the most. A unit's states are planned by the widths of its largest trained parameter."""
     if not entries:  # the root, where every parameter is in a unit below it
         return UnitSize(name, 0)
-    trained = frozen = gathered = 0
-    main = entries[0]
-    for part in split(name, entries):
-        layout, first = lay_out(part, row, world), part[0]
-        own = max(layout.shard_size(place) for place in range(layout.world))
-        gathered += layout.size * dtypes_of(first).compute.itemsize
-        if first.parameter.requires_grad:
-            trained += own
-            main = max(main, *part, key=lambda entry: entry.parameter.numel() * entry.parameter.requires_grad)
-        else:
-            frozen += own
-    dtypes = dtypes_of(main)
-    stays = world == 1 and not adds_up and dtypes.compute is not torch.float16
-    return UnitSize(
-        name,
-        trained,
-        frozen,
-        master_bytes=dtypes.master.itemsize,
-        moments_bytes=2 * precision.moments.itemsize,
-        gradient_bytes=dtypes.compute.itemsize if stays else dtypes.accumulation.itemsize,
-        compute_bytes=dtypes.compute.itemsize,
-        has_master=dtypes.has_master,
-        gathered_bytes=gathered,
-        whole_parameters=not row.parameters.is_cut and world > 1,
+    main = max(entries, key=lambda entry: entry.parameter.numel() * entry.parameter.requires_grad)
+    widths = Widths.of_dtypes(dtypes_of(main), moments=2 * precision.moments.itemsize)
+    slabs = [_slab(part, row, world) for part in split(name, entries)]
+    return unit_size(name, slabs, row, widths, alone=world == 1, accumulate=2 if adds_up else 1)
+
+
+def _slab(part: list[Entry], row: Row, world: int) -> SlabSize:
+    layout, numel = lay_out(part, row, world), sum(entry.parameter.numel() for entry in part)
+    return SlabSize(
+        numel,
+        layout.size,
+        shard=max(layout.shard_size(place) for place in range(layout.world)),
+        owned=numel,
+        tensors=len(part),
+        compute=dtypes_of(part[0]).compute.itemsize,
+        is_trained=part[0].parameter.requires_grad,
     )
 
 

@@ -27,13 +27,12 @@ from zerofold.bench.figures import largest
 from zerofold.bench.gpt import GPT, Block, GPTSize, RandomTokens
 from zerofold.bench.wire import count_elements
 from zerofold.launch import RankFailed, init_ranks, run_ranks
+from zerofold.plan.states import Widths, elements_sent, state_bytes
 
 # Sides in multiples of 32 elements, so that no parameter needs padding to a cache line.
 SIZE = GPTSize(vocab=256, width=64, layers=3, heads=4, seq=32)
 BATCH = 4
 STAGES = (0, 1, 2, 3)
-VOLUME_PER_PSI = (2, 2, 2, 3)
-"""Elements sent per parameter, before the factor (N-1)/N, by stage."""
 VOLUME_SLACK = 1.005
 BYTES_SLACK = 1.01
 ALIGNMENT_BYTES = 128
@@ -120,13 +119,6 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter], world: int) ->
     )
 
 
-def formula_bytes(stage: int, psi: int, world: int, optimizer: str) -> int:
-    """State bytes on one rank in fp32. Stage k cuts the first k of optimizer, gradients, parameters."""
-    bytes_per_parameter = (8 if optimizer == "adamw" else 0, 4, 4)
-    cut, whole = sum(bytes_per_parameter[:stage]), sum(bytes_per_parameter[stage:])
-    return psi * whole + math.ceil(psi * cut / world)
-
-
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -196,10 +188,11 @@ def judge(stage: int, reports: Sequence[RankReport], task: Task) -> StageResult:
     world, psi = len(reports), task.size.parameters
     diff = largest(report.max_abs_diff for report in reports)
     sent = sum(report.training.elements_per_step for report in reports) / world / psi
-    bound = VOLUME_PER_PSI[stage] * (world - 1) / world
+    bound = elements_sent(stage, world)
     by_ledger = max(report.training.ledger_bytes for report in reports)
     held = max(report.training.held_bytes for report in reports)
-    formula = formula_bytes(stage, psi, world, task.optimizer)
+    widths = Widths.of("fp32", moments=2 if task.optimizer == "adamw" else 0)
+    formula = math.ceil(state_bytes(psi, stage, world, widths=widths).total)
     padding = ALIGNMENT_BYTES * STATE_TENSORS * len(list(GPT(task.size).parameters()))
     return StageResult(
         stage=stage,

@@ -33,9 +33,8 @@ from zerofold.bench.gpt import GPT, Block, GPTSize, RandomTokens
 from zerofold.bench.machine import check_folder_of, choose_device, describe_software, parse_stages
 from zerofold.engine import Engine
 from zerofold.launch import RankFailed, run_ranks
+from zerofold.plan.states import paper_bytes
 
-BYTES_PER_PARAMETER = (12, 2, 2)
-"""Optimizer, gradients, parameters: stage k cuts the first k of them."""
 TOLERANCE = 0.03
 SIZES = {
     "cuda": GPTSize(vocab=30720, width=4096, layers=36, heads=32, seq=128),  # 7.5005e9, as in the paper's figure 1
@@ -85,11 +84,6 @@ class StageMemory:
     @property
     def ok(self) -> bool:
         return self.over_percent is not None and self.over_percent <= 100 * TOLERANCE
-
-
-def formula_bytes(stage: int, psi: int, world: int) -> float:
-    cut, whole = sum(BYTES_PER_PARAMETER[:stage]), sum(BYTES_PER_PARAMETER[stage:])
-    return psi * (whole + cut / world)
 
 
 def hold(task: MemoryTask) -> Held:
@@ -169,7 +163,7 @@ def release_temporaries(model: nn.Module, device: torch.device) -> None:
 
 
 def judge(task: MemoryTask, held: Held | None, error: str | None = None) -> StageMemory:
-    formula = formula_bytes(task.stage, task.size.parameters, task.world)
+    formula = paper_bytes(task.size.parameters, task.stage, task.world).total
     if held is None:
         return StageMemory(stage=task.stage, formula_gb=_gb(formula), error=error)
     return StageMemory(

@@ -1,49 +1,16 @@
 """What a model's states need per GPU and per host, before any of it is there: DeepSpeed's tables, zerofold's numbers.
 
-The arithmetic is `state_bytes` alone. Activations, communication buffers and what torch itself takes come on top.
+The arithmetic is that of `zerofold plan`. Activations, communication buffers and what torch itself takes come on top.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import nn
 
-from zerofold.placement import row
+from zerofold.plan.states import Widths, state_bytes
 
-_COMPUTE, _GRADIENT, _MASTER, _MOMENTS = 2, 4, 4, 8  # bytes per parameter: bf16, fp32 sums, AdamW in fp32
-_BUILT = 4  # in fp32, as torch builds modules
-
-
-class StateBytes(NamedTuple):
-    """What one rank holds of a model between steps."""
-
-    parameters: float
-    gradients: float
-    optimizer: float  # with the masters
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer
-
-
-def state_bytes(parameters: int, stage: int | str, ranks: int) -> StateBytes:
-    """Of 16-bit training with fp32 masters, gradient sums and AdamW moments, on one of `ranks` ranks.
-
-    Per parameter 2 + 4 + 12 bytes, each divided by the ranks where the stage cuts that state. Parameters that are cut
-    and have masters are made from them while in use: between uses they take nothing.
-
-    >>> state_bytes(1000, 2, 4)
-    StateBytes(parameters=2000.0, gradients=1000.0, optimizer=3000.0)
-    >>> state_bytes(1000, 3, 4).total
-    4000.0
-    """
-    placed = row(stage)
-    return StateBytes(
-        0.0 if placed.parameters.is_cut else float(_COMPUTE * parameters),
-        _GRADIENT * parameters / (ranks if placed.gradients.is_cut else 1),
-        (_MASTER + _MOMENTS) * parameters / (ranks if placed.optimizer.is_cut else 1),
-    )
+_WIDTHS = Widths()  # bf16, fp32 sums, AdamW in fp32
+_BUILT = 4  # bytes: in fp32, as torch builds modules
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -59,7 +26,7 @@ def estimate_zero2_model_states_mem_needs(
     (24000000, 6000000)
     """
     _check(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
-    held = state_bytes(total_params, 2, num_gpus_per_node * num_nodes)
+    held = state_bytes(total_params, 2, num_gpus_per_node * num_nodes, widths=_WIDTHS)
     built = _BUILT * total_params * num_gpus_per_node
     moved = held.total - held.parameters if cpu_offload else 0.0
     host = max(built, moved * num_gpus_per_node) * additional_buffer_factor
@@ -86,8 +53,8 @@ def estimate_zero3_model_states_mem_needs(
     (240000, 4040000, 40000)
     """
     _check(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
-    held = state_bytes(total_params, 3, num_gpus_per_node * num_nodes)
-    gathered = 2 * _COMPUTE * largest_layer_params
+    held = state_bytes(total_params, 3, num_gpus_per_node * num_nodes, widths=_WIDTHS)
+    gathered = 2 * _WIDTHS.compute * largest_layer_params
     built = _BUILT * (largest_layer_params if zero_init else total_params) * num_gpus_per_node
     moved = held.total if cpu_offload else 0.0
     host = max(built, moved * num_gpus_per_node) * additional_buffer_factor

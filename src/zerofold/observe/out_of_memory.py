@@ -13,6 +13,7 @@ from zerofold.engine import Engine
 from zerofold.entry import Entry, dtypes_of
 from zerofold.observe.ledger import Ledger
 from zerofold.placement import row
+from zerofold.plan.states import Widths, state_bytes
 from zerofold.sharded import ShardedTensor
 
 _ROWS = (0, 1, 2, 3)
@@ -21,37 +22,28 @@ HEADING = "zerofold: out of memory"
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of the model's states before they are cut."""
+    """The parameters of a model by what they take: elements that are trained by their widths, and bytes of the rest."""
 
-    parameters: int
-    copies: int  # those of the parameters that are made from masters
-    masters: int
-    gradients: int
-    optimizer: int
+    trained: dict[Widths, int]
+    frozen: int
 
     @classmethod
     def of(cls, entries: Iterable[Entry], states: float) -> Needs:
         """`states`: what the optimizer keeps, in numbers per trained parameter."""
-        parameters = copies = masters = gradients = optimizer = 0
+        trained: dict[Widths, int] = {}
+        frozen = 0
         for entry in entries:
             size, dtypes = entry.parameter.numel(), dtypes_of(entry)
-            parameters += size * dtypes.compute.itemsize
             if entry.wants_gradient:
-                masters += size * dtypes.master.itemsize if dtypes.has_master else 0
-                copies += size * dtypes.compute.itemsize if dtypes.has_master else 0
-                gradients += size * dtypes.accumulation.itemsize
-                optimizer += round(size * states * dtypes.master.itemsize)
-        return cls(parameters, copies, masters, gradients, optimizer)
+                widths = Widths.of_dtypes(dtypes, moments=round(states * dtypes.master.itemsize))
+                trained[widths] = trained.get(widths, 0) + size
+            else:
+                frozen += size * dtypes.compute.itemsize
+        return cls(trained, frozen)
 
     def on_a_rank(self, stage: int, world: int) -> int:
-        placed = row(stage)
-        # A parameter that is cut and has a master is made from it while it is used.
-        parameters = self.parameters - (self.copies if placed.parameters.is_cut else 0)
-        return round(
-            parameters / (world if placed.parameters.is_cut else 1)
-            + self.gradients / (world if placed.gradients.is_cut else 1)
-            + (self.masters + self.optimizer) / (world if placed.optimizer.is_cut else 1)
-        )
+        states = sum(state_bytes(size, stage, world, widths=widths).total for widths, size in self.trained.items())
+        return round(states + self.frozen / (world if row(stage).parameters.is_cut else 1))
 
     def advice(self, world: int) -> str:
         """Before anything is sharded."""

@@ -47,6 +47,8 @@ class Machine:
     disk_read: float = 0.0
     disk_write: float = 0.0
     """Bytes a second of a node's disks."""
+    kind: str = "cuda"
+    """"cuda" or "cpu", where device and host are one memory."""
     source: str = "preset"
     """"preset", "measured" or "given"."""
 

@@ -23,6 +23,12 @@ class Point:
     tensor: int = 1
     pipeline: int = 1
     precision: str = "bf16"
+    live_bytes: int | None = None
+    """Bound on what is gathered at once; None: the root and two blocks."""
+    on_meta: bool = True
+    """The model is built on the meta device, and gets memory unit by unit; else all of it is on the device before."""
+    buffer_bytes: int = 16 * 2**20
+    """As `zf.prepare` takes it."""
 
     @property
     def samples(self) -> int:
@@ -41,6 +47,18 @@ class Memory:
     device_peak: int = 0
     peak_at: str = ""
     """In which moment: "backward of block.7", "step"."""
+    reserve: int = 0
+    """Kept free besides the peak: memory between tensors that none of them can use."""
+
+    @property
+    def device_need(self) -> int:
+        """What a device must have."""
+        return self.device_peak + self.reserve
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients and optimizer on the device."""
+        return sum(self.device.get(line, 0) for line in ("parameters", "gradients", "optimizer"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ class UnitShape:
     """A unit, and how many like it follow each other.
 
     `tensors` are the elements of each trained parameter, where they are known: with them the padding of the flat
-    layout is exact.
+    layout is exact. So are `frozen_tensors` of the others.
     """
 
     name: str
@@ -52,6 +52,7 @@ class UnitShape:
     frozen: int = 0
     count: int = 1
     tensors: tuple[int, ...] = ()
+    frozen_tensors: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -110,6 +111,8 @@ class ModelShape:
     hidden: int | None = None
     heads: int | None = None
     vocab: int | None = None
+    built_bytes: int = 4
+    """Of an element, as the model's code builds it."""
     notes: tuple[str, ...] = field(default=())
     """What was assumed, for a person to read."""
 

@@ -1,0 +1,243 @@
+"""What one rank holds of every unit: states by the memory they are in, what gathering takes, local gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from zerofold.offload.budget import Budget
+from zerofold.offload.plan import OffloadError, place
+from zerofold.offload.sizes import ByTier, UnitSize, bytes_of
+from zerofold.offload.wishes import AUTO, Offload
+from zerofold.placement import INSIDE, Row, Tier, Tiers, row
+from zerofold.plan.machine import Machine
+from zerofold.plan.point import Point
+from zerofold.plan.shape import ROOT, ModelShape, UnitShape
+from zerofold.plan.slabs import SlabSize, slabs_of, unit_size
+from zerofold.plan.states import StateBytes, Widths, cut_over, kept
+
+UPDATE_RING = 17 * 2**26
+"""Bytes of the device: four chunks of 2**24 parameters on their way through it, where their states live elsewhere."""
+STEP_BYTES = 4
+"""Of the number of steps that an optimizer keeps for each parameter."""
+IN_FLIGHT = 2
+"""Chunks of gradients on the wire at once, as in `zerofold.reduce`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """How many share what."""
+
+    data: int
+    group: int
+    """Ranks inside a group of hsdp and hpz."""
+    on_node: int
+    """Ranks that share a host."""
+    placed: Row
+
+    @property
+    def alone(self) -> bool:
+        return self.data == 1
+
+    @property
+    def gathering(self) -> int:
+        """Ranks that a unit's parameters come from."""
+        return self.group if self.placed.parameters.axes == (INSIDE,) else self.data
+
+    @property
+    def optimizer_cut(self) -> int:
+        return cut_over(self.placed, self.data, self.group)
+
+
+def ranks_of(machine: Machine, point: Point) -> Ranks:
+    """Raises ValueError where the degrees do not divide the devices."""
+    over = point.tensor * point.pipeline
+    if over < 1 or machine.devices % over:
+        raise ValueError(
+            f"tensor={point.tensor} and pipeline={point.pipeline} do not divide {machine.devices} devices; choose "
+            "degrees whose product does"
+        )
+    data = machine.devices // over
+    on_node = min(machine.per_node, machine.devices)
+    group = point.group or math.gcd(max(1, on_node // point.tensor), data)
+    if data % group:
+        raise ValueError(f"group={group} does not divide the {data} data-parallel ranks; choose a divisor of {data}")
+    return Ranks(data=data, group=group, on_node=on_node, placed=row(point.stage))
+
+
+@lru_cache(maxsize=64)
+def widths_of(precision: str) -> Widths:
+    return Widths.of(precision)
+
+
+@dataclass(frozen=True)
+class HeldUnit:
+    """One unit on one rank, and how many like it there are. Bytes."""
+
+    shape: UnitShape
+    slabs: tuple[SlabSize, ...]
+    states: StateBytes
+    """On the device, where none of them is offloaded: what the ledger shows between backward and the step."""
+    gathered: int
+    """What its use takes besides."""
+    size: UnitSize
+
+    @property
+    def local_gradients(self) -> int:
+        """As autograd makes them, of all of it."""
+        return sum(slab.numel * slab.compute for slab in self.slabs if slab.is_trained)
+
+    @property
+    def largest_local_gradient(self) -> int:
+        """Of one slab: the root's parameters get theirs at opposite ends of backward."""
+        return max((slab.numel * slab.compute for slab in self.slabs if slab.is_trained), default=0)
+
+
+def held_units(model: ModelShape, ranks: Ranks, widths: Widths, point: Point) -> list[HeldUnit]:
+    return [_hold(unit, ranks, widths, point, model.built_bytes) for unit in _units_of_rank(model, point)]
+
+
+def _units_of_rank(model: ModelShape, point: Point) -> Iterator[UnitShape]:
+    """The fullest pipeline stage: its share of the blocks; of the root, where it is cut, the larger end."""
+    for unit in model.units:
+        if unit.name != ROOT:
+            yield replace(unit, count=-(-unit.count // point.pipeline))
+        elif point.pipeline > 1 and len(unit.tensors) > 1:
+            most = max(unit.tensors)
+            yield replace(unit, trained=most, tensors=(most,))
+        else:
+            yield unit
+
+
+def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_bytes: int) -> HeldUnit:
+    placed = ranks.placed
+    slabs = slabs_of(unit, placed, widths, ranks.optimizer_cut, built_bytes=built_bytes, tensor=point.tensor)
+    parameters = gradients = optimizer = 0.0
+    trained = kept(placed, widths, alone=ranks.alone, accumulate=point.accumulate)
+    frozen = kept(placed, replace(widths, has_master=False), alone=ranks.alone)
+    copies = placed.copy is not None and ranks.group < ranks.data
+    gathered = 0
+    for slab in slabs:
+        each = trained if slab.is_trained else frozen
+        parameters += each.whole.parameters * slab.size + each.shard.parameters * slab.shard
+        parameters += each.copy * (slab.size // ranks.group) if copies else 0
+        if slab.is_trained:
+            # A rank alone keeps the tensors that autograd made; else they add up in a flat space. Moments are made
+            # for each piece of a parameter, masters for the shard.
+            mean = slab.numel if ranks.alone else slab.shard
+            gradients += each.shard.gradients * mean + each.whole.gradients * slab.numel
+            master = widths.master if widths.has_master else 0
+            optimizer += widths.moments * slab.owned + master * slab.shard + STEP_BYTES * slab.tensors
+        is_made = ranks.alone and slab.is_trained and widths.has_master
+        if is_made or (placed.parameters.is_cut and ranks.gathering > 1):
+            gathered += slab.gathered_bytes
+    size = unit_size(unit.name, slabs, placed, widths, alone=ranks.alone, accumulate=point.accumulate)
+    return HeldUnit(unit, tuple(slabs), StateBytes(parameters, gradients, optimizer), gathered, size)
+
+
+def gathered_at_once(units: Sequence[HeldUnit], ranks: Ranks, live_bytes: int | None) -> int:
+    """The most that gathered parameters take: the root, the unit that computes, and what is fetched ahead of it.
+
+    Alone, parameters that nobody cut are not fetched ahead; but in backward a unit begins before the last one ends.
+    """
+    root = sum(unit.gathered for unit in units if unit.shape.name == ROOT)
+    largest = max((unit.gathered for unit in units if unit.shape.name != ROOT), default=0)
+    total = sum(unit.gathered * unit.shape.count for unit in units)
+    bound = live_bytes if live_bytes is not None and ranks.placed.parameters.is_cut else root + 2 * largest
+    return min(total, bound)
+
+
+def fused_buffers(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point: Point, *, on_cpu: bool) -> int:
+    """What the pool grows to: for each chunk in flight rows to send and rows received.
+
+    gloo sends to each other rank its row and gets as many; others reduce and scatter, and get one.
+    """
+    if ranks.alone or not any(unit.shape.trained for unit in units):
+        return 0
+    over = ranks.optimizer_cut
+    if over == 1 and not widths.has_master:
+        return 0  # all-reduced in place
+    capacity = max(1, point.buffer_bytes // widths.wire)
+    largest = max(slab.shard for unit in units for slab in unit.slabs if slab.is_trained)
+    if over == 1:
+        return IN_FLIGHT * min(capacity, largest) * widths.wire
+    width = min(max(1, capacity // over), largest)
+    return IN_FLIGHT * (2 * (over - 1) if on_cpu else over + 1) * width * widths.wire
+
+
+def local_gradients(unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point) -> int:
+    """Of a unit in backward: what autograd makes, until it is reduced; one or two earlier ones may be on the wire."""
+    made = unit.largest_local_gradient if unit.shape.name == ROOT else unit.local_gradients
+    if ranks.alone and not point.auto and point.tiers.gradients is Tier.DEVICE:
+        return 0  # they are the gradients that stay
+    if ranks.optimizer_cut == 1 and not widths.has_master:
+        return made  # copied into the flat gradient at once
+    in_chunks = made // widths.compute * widths.wire > point.buffer_bytes
+    return made * (2 if in_chunks else 1 + IN_FLIGHT)
+
+
+@dataclass(frozen=True)
+class Tiered:
+    """States by memory."""
+
+    by_tier: ByTier
+    is_offloaded: bool
+
+
+def by_tier(
+    units: Sequence[HeldUnit],
+    ranks: Ranks,
+    machine: Machine,
+    point: Point,
+    *,
+    taken: int,
+    activations: int,
+    given: Mapping[str, Tiers] | None = None,
+) -> Tiered:
+    """Where the states are. `taken`: device bytes that are no states; `activations`: those that must stay free;
+    `given`: tiers by unit, where they are known."""
+    found: ByTier = {tier: {"parameters": 0, "gradients": 0, "optimizer": 0} for tier in Tier}
+    chosen = _auto(units, ranks, machine, taken, activations) if point.auto else {}
+    if given:
+        chosen = {i: {given.get(unit.shape.name, Tiers()): unit.shape.count} for i, unit in enumerate(units)}
+    for index, unit in enumerate(units):
+        for tiers, times in chosen.get(index, {point.tiers: unit.shape.count}).items():
+            if not tiers.is_offloaded:
+                for state, nbytes in unit.states._asdict().items():
+                    found[Tier.DEVICE][state] += int(nbytes) * times
+                continue
+            for tier, states in bytes_of(unit.size, tiers).items():
+                for state, number in states.items():
+                    found[tier][state] += number * times
+    used = {tiers for by_tiers in chosen.values() for tiers in by_tiers} or {point.tiers}
+    return Tiered(found, any(tiers.is_offloaded for tiers in used))
+
+
+def _auto(
+    units: Sequence[HeldUnit], ranks: Ranks, machine: Machine, taken: int, activations: int
+) -> dict[int, dict[Tiers, int]]:
+    """How many of each unit go where, by the rule that the engine uses; all to the host, where nothing fits."""
+    named = [(f"{index}.{number}", index) for index, unit in enumerate(units) for number in range(unit.shape.count)]
+    sizes = [replace(units[index].size, name=name) for name, index in named]
+    on_cpu = machine.kind == "cpu"
+    budget = Budget(
+        machine.device_memory,
+        machine.host_memory // ranks.on_node,
+        machine.disk // ranks.on_node if machine.disk else None,
+        one_memory=on_cpu,
+    )
+    path = "disk" if machine.disk else None
+    wish = Offload(optimizer=AUTO, parameters=AUTO, path=path, reserve=activations)
+    whole = not ranks.placed.parameters.is_cut
+    try:
+        tiers = place(sizes, wish, budget, extra_device=taken).tiers
+    except OffloadError:
+        all_away = Tiers(Tier.HOST, Tier.HOST, Tier.DEVICE if whole else Tier.HOST)
+        tiers = dict.fromkeys((name for name, _ in named), all_away)
+    found: dict[int, dict[Tiers, int]] = {}
+    for name, index in named:
+        times = found.setdefault(index, {})
+        times[tiers[name]] = times.get(tiers[name], 0) + 1
+    return found

@@ -1,0 +1,292 @@
+"""Bytes of one rank at every moment of a step, in closed form: what `zerofold plan` shows and the search asks for.
+
+        forward of a unit              backward of a unit                step
+        ────────────────────────────   ──────────────────────────────    ─────────────────
+states  parameters, optimizer,         … and the gradients that          all three
+        gradients' flat space          have come so far
+units   root, this one, one ahead      the same                          none
+and     activations so far             activations left, local           the update's ring
+                                       gradients, fused buffers
+
+The peak is the largest column, over all units. Gradients of a rank alone are what autograd made: they come one unit
+after the other while activations go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from zerofold.offload.sizes import GRADIENTS, OPTIMIZER, PARAMETERS
+from zerofold.placement import Tier, Tiers
+from zerofold.plan.held import (
+    UPDATE_RING,
+    HeldUnit,
+    Ranks,
+    by_tier,
+    fused_buffers,
+    gathered_at_once,
+    held_units,
+    local_gradients,
+    ranks_of,
+    widths_of,
+)
+from zerofold.plan.machine import Machine
+from zerofold.plan.point import Memory, Point
+from zerofold.plan.shape import ROOT, Activity, ModelShape, Moment, PerSample, Phase, Work
+from zerofold.plan.states import Widths
+
+LIBRARY_WORKSPACES = 2 * 2**25
+"""Of the matrix library on a GPU: one for the thread that runs forward, one for autograd's."""
+FRAGMENTATION = 0.08
+"""Of what comes and goes in a step: the allocator's blocks seldom fit each other. States stay, and leave no holes."""
+
+LINES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "fused buffers",
+    "gathered units",
+    "local gradients",
+    "activation checkpoints",
+    "working activations",
+    "logits",
+    "update ring",
+    "library workspaces",
+    "init peak",
+    "fragmentation reserve",
+)
+
+
+class Instant(NamedTuple):
+    """One moment's bytes."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is the same in every moment of a step. Bytes."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    """All of them, as they are before the step."""
+    gradients_stay: bool
+    """Their memory is there in forward as well: a flat space, or sums of earlier micro-batches."""
+    gathered: int
+    fixed: int
+    """Buffers and workspaces."""
+    ring: int
+
+
+def memory(
+    model: ModelShape,
+    machine: Machine,
+    point: Point,
+    *,
+    widths: Widths | None = None,
+    tiers: Mapping[str, Tiers] | None = None,
+) -> Memory:
+    """What a rank holds, by line, and the most of it at once. Of the first rank, which has the most where they differ.
+
+    `widths`: instead of those of the point's precision. `tiers`: of each unit by name, instead of the point's.
+
+    >>> from zerofold.plan.presets import preset
+    >>> from zerofold.plan.transformer import from_parameters
+    >>> found = memory(from_parameters(7.5e9), preset("A100-80", devices=64), Point(stage="3", checkpoint_every=1))
+    >>> round(found.states / 1e9, 1), found.peak_at
+    (1.9, 'backward of the root')
+    """
+    ranks, widths = ranks_of(machine, point), widths or widths_of(point.precision)
+    units = held_units(model, ranks, widths, point)
+    activity = activity_of(model, point)
+    samples = point.micro_batch
+    on_cpu = machine.kind == "cpu"
+    gathered = gathered_at_once(units, ranks, point.live_bytes)
+    buffers = fused_buffers(units, ranks, widths, point, on_cpu=on_cpu)
+    workspaces = 0 if on_cpu else LIBRARY_WORKSPACES
+    may_offload = point.auto or point.tiers.is_offloaded or bool(tiers)
+    ring = UPDATE_RING if may_offload and not on_cpu else 0
+    checkpoints, logits = int(activity.checkpoints.at(samples)), int(activity.logits.at(samples))
+    alive = max((int(moment.alive.at(samples)) for moment in activity.moments), default=0)
+    most_local = max((local_gradients(unit, ranks, widths, point) for unit in units), default=0)
+    tiered = by_tier(
+        units,
+        ranks,
+        machine,
+        point,
+        taken=gathered + ring + buffers + workspaces,
+        activations=alive + most_local,
+        given=tiers,
+    )
+    if not tiered.is_offloaded:
+        ring = 0
+    states = tiered.by_tier[Tier.DEVICE]
+    parts = Parts(
+        parameters=states[PARAMETERS],
+        optimizer=states[OPTIMIZER],
+        gradients=states[GRADIENTS],
+        gradients_stay=not ranks.alone or point.accumulate > 1,
+        gathered=gathered,
+        fixed=buffers + workspaces,
+        ring=ring,
+    )
+    init = _init_peak(units, ranks, widths, point, model, parts)
+    peak = max(_instants(units, activity, parts, ranks, widths, point), key=lambda instant: instant.nbytes)
+    peak = max(peak, Instant("init", init), key=lambda instant: instant.nbytes)
+    comes_and_goes = gathered + buffers + most_local + alive
+    reserve = int(FRAGMENTATION * comes_and_goes)
+    device = {
+        "parameters": parts.parameters,
+        "gradients": parts.gradients,
+        "optimizer": parts.optimizer,
+        "fused buffers": buffers,
+        "gathered units": gathered,
+        "local gradients": most_local,
+        "activation checkpoints": checkpoints,
+        "working activations": max(0, alive - checkpoints - logits),
+        "logits": logits,
+        "update ring": ring,
+        "library workspaces": workspaces,
+        "init peak": init,
+        "fragmentation reserve": reserve,
+    }
+    assert tuple(device) == LINES
+    return Memory(
+        device=device,
+        host=dict(tiered.by_tier[Tier.HOST]),
+        disk=dict(tiered.by_tier[Tier.NVME]),
+        device_peak=peak.nbytes,
+        peak_at=peak.name,
+        reserve=reserve,
+    )
+
+
+def activity_of(model: ModelShape, point: Point) -> Activity:
+    """Of the fullest device. Where only parameters are known, units compute one after the other in no memory."""
+    if model.activities:
+        return _of_rank(model.activity(point.checkpoint_every), model, point)
+    order = [index for index, unit in enumerate(model.units) if unit.name != ROOT] or [0]
+    moments = [
+        Moment(phase=phase, unit=index, alive=PerSample(), work=Work(), repeats=model.units[index].count)
+        for phase, indices in ((Phase.FORWARD, order), (Phase.BACKWARD, order[::-1]))
+        for index in indices
+    ]
+    return Activity(checkpoint_every=point.checkpoint_every, moments=tuple(moments))
+
+
+def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:
+    """Tensor ranks share every activation, as with sequence parallelism. Of a pipeline's stages the first keeps the
+    most blocks' activations, for as many micro-batches as are on their way, and the last has the logits, for one."""
+    if point.tensor == point.pipeline == 1:
+        return activity
+    tensor, stages = point.tensor, point.pipeline
+    on_way = min(stages, point.accumulate)
+    kept = PerSample()
+    for moment in activity.moments:
+        if moment.phase is Phase.FORWARD:
+            kept = kept + _times(moment.growth, moment.repeats)
+    moments = []
+    for moment in activity.moments:
+        if model.units[moment.unit].name == ROOT:
+            alive, repeats = moment.alive + _times(kept, 1 / stages - 1), moment.repeats
+        else:
+            repeats = -(-moment.repeats // stages)
+            before = _times(moment.growth, repeats * on_way - moment.repeats)
+            alive = moment.alive + before
+        moments.append(
+            replace(
+                moment,
+                alive=_positive(_times(alive, 1 / tensor)),
+                growth=_times(moment.growth, 1 / tensor),
+                repeats=repeats,
+            )
+        )
+    share = -(-(model.layers or stages) // stages) * on_way / (model.layers or stages)
+    return replace(
+        activity,
+        moments=tuple(moments),
+        checkpoints=_times(activity.checkpoints, share / tensor),
+        logits=_times(activity.logits, 1 / tensor),
+    )
+
+
+def _times(number: PerSample, factor: float) -> PerSample:
+    return PerSample(number.fixed * factor, number.each * factor)
+
+
+def _positive(number: PerSample) -> PerSample:
+    return PerSample(max(0.0, number.fixed), max(0.0, number.each))
+
+
+def _instants(
+    units: Sequence[HeldUnit], activity: Activity, parts: Parts, ranks: Ranks, widths: Widths, point: Point
+) -> Iterator[Instant]:
+    """Every moment at which the most can be there."""
+    samples, base = point.micro_batch, parts.parameters + parts.optimizer + parts.fixed
+    share = _Coming(units, parts.gradients)
+    first_root = True
+    for moment in activity.moments:
+        unit = units[moment.unit]
+        name = unit.shape.name or "the root"
+        alive, growth = int(moment.alive.at(samples)), abs(int(moment.growth.at(samples)))
+        if moment.phase is Phase.FORWARD:
+            gradients = parts.gradients if parts.gradients_stay else 0
+            yield Instant(f"forward of {name}", base + gradients + parts.gathered + alive)
+            continue
+        local = local_gradients(unit, ranks, widths, point)
+        if parts.gradients_stay:
+            yield Instant(f"backward of {name}", base + parts.gradients + local + parts.gathered + alive)
+            continue
+        repeats = min(moment.repeats, unit.shape.count)
+        for done, left in ((1, alive), (repeats, alive - growth * (repeats - 1))):
+            come = share.after(moment.unit, done, is_first=first_root)
+            yield Instant(f"backward of {name}", base + come + local + parts.gathered + max(0, left))
+        share.arrive(moment.unit, repeats, is_first=first_root)
+        if unit.shape.name == ROOT:
+            first_root = False
+    yield Instant("step", base + parts.gradients + parts.ring)
+
+
+class _Coming:
+    """Gradients of a rank alone, as they arrive. `total`: what of all of them is on the device in the end."""
+
+    def __init__(self, units: Sequence[HeldUnit], total: int) -> None:
+        self._units = units
+        self._all = sum(unit.states.gradients * unit.shape.count for unit in units)
+        self._part = total / self._all if self._all else 0.0
+        self._arrived = 0.0
+
+    def _of(self, index: int, count: int, is_first: bool) -> float:
+        unit = self._units[index]
+        if unit.shape.name != ROOT:
+            return unit.states.gradients * count
+        # The head's gradient comes first and the embeddings' last; one that both share is there from the first.
+        large = [slab for slab in unit.slabs if slab.is_trained and slab.tensors == 1]
+        last = max((slab.numel for slab in large), default=0) if len(large) > 1 else 0
+        numel = sum(slab.numel for slab in unit.slabs if slab.is_trained)
+        late = last / numel if numel else 0.0
+        return unit.states.gradients * ((1 - late) if is_first else late)
+
+    def after(self, index: int, count: int, *, is_first: bool) -> int:
+        return int(min(self._all, self._arrived + self._of(index, count, is_first)) * self._part)
+
+    def arrive(self, index: int, count: int, *, is_first: bool) -> None:
+        self._arrived = min(self._all, self._arrived + self._of(index, count, is_first))
+
+
+def _init_peak(
+    units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point: Point, model: ModelShape, parts: Parts
+) -> int:
+    """Units get memory one after the other: whole masters, their shard, and what stays for forward. There are no
+    gradients and no moments yet. A model that is on the device already is there as well, until it is cut."""
+    moments = widths.moments * sum(
+        slab.owned * unit.shape.count for unit in units for slab in unit.slabs if slab.is_trained
+    )
+    kept = parts.parameters + max(0, parts.optimizer - moments)
+    whole = max((sum(slab.size * widths.master for slab in unit.slabs) for unit in units), default=0)
+    before = 0 if point.on_meta else model.parameters * model.built_bytes // (point.tensor * point.pipeline)
+    return max(kept, before) + whole if not ranks.alone or widths.has_master else max(kept, before)
