@@ -23,6 +23,8 @@ class Point:
     tensor: int = 1
     pipeline: int = 1
     precision: str = "bf16"
+    live_bytes: int | None = None
+    """Bound on what is gathered at once; None: the root and two blocks."""
 
     @property
     def samples(self) -> int:
