@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
+from zerofold.placement import Cut, Tier, row
+from zerofold.plan.ground import ground_of
 from zerofold.plan.machine import GB, GIB, TERA, Link, Machine
+from zerofold.plan.point import Memory, Point
 from zerofold.plan.shape import ROOT, Activity, ModelShape, Moment, PerSample, Phase, UnitShape, Work
 
 H200 = Machine(
@@ -73,3 +78,39 @@ def gpt(
 
 def _times(work: Work, times: int) -> Work:
     return sum((work for _ in range(times - 1)), work)
+
+
+def simple_memory(model: ModelShape, machine: Machine, point: Point) -> Memory:
+    """A closed form that stands in for the plan's own: states by row and tier, the largest activations, two units."""
+    ground, chosen = ground_of(model, machine, point), row(point.stage)
+    mesh, widths = ground.mesh, ground.widths
+    owners = 1 if chosen.cut is Cut.FIRST else mesh.ranks(chosen.optimizer)
+    own = math.ceil(ground.trained / owners)
+    is_whole = not chosen.parameters.is_cut and mesh.data > 1
+    gradients = own * (2 if mesh.data == point.accumulate == 1 else 4)
+    if not chosen.gradients.is_cut and point.accumulate > 1:
+        gradients = ground.trained * 4
+    unit = max(each.parameters for each in ground.units) * widths.compute
+    device = {"parameters": ground.trained * widths.compute if is_whole else 0, "gathered": 2 * unit}
+    alive = max((moment.alive.at(point.micro_batch) for moment in _moments(model, point)), default=0)
+    device["activations"] = math.ceil(alive / point.tensor / point.pipeline)
+    sizes = {"optimizer": own * 12, "gradients": gradients}
+    tiers: dict[str, dict[str, int]] = {"device": device, "host": {}, "nvme": {}}
+    if point.auto:
+        left = max(0, machine.device_memory - sum(device.values()) - gradients)
+        here = min(sizes["optimizer"], left)
+        host = min(sizes["optimizer"] - here, machine.host_memory // min(machine.per_node, machine.devices))
+        tiers["device"] |= {"optimizer": here, "gradients": gradients}
+        tiers["host"]["optimizer"], tiers["nvme"]["optimizer"] = host, sizes["optimizer"] - here - host
+    else:
+        tiers[point.tiers.optimizer.value]["optimizer"] = sizes["optimizer"]
+        tiers[point.tiers.gradients.value]["gradients"] = gradients
+    if not is_whole and point.tiers.optimizer is not Tier.DEVICE:
+        home = tiers[point.tiers.parameters.value]
+        home["parameters"] = home.get("parameters", 0) + own * widths.compute
+    peak = sum(tiers["device"].values())
+    return Memory(device=tiers["device"], host=tiers["host"], disk=tiers["nvme"], device_peak=peak)
+
+
+def _moments(model: ModelShape, point: Point) -> tuple[Moment, ...]:
+    return model.activity(point.checkpoint_every).moments if model.activities else ()
