@@ -56,9 +56,11 @@ def gpt(
         inner = PerSample(0, tokens * depth * 8 * itemsize * hidden)
         inputs = PerSample(0, itemsize * wide * (-(-layers // every) if every else 0))
         alive = inner + inputs
+        each = 1 / layers
+        growth = PerSample(0, (inputs.each if every else inner.each) * each)
         moments = (
             Moment(phase=Phase.FORWARD, unit=0, alive=alive, work=head),
-            Moment(phase=Phase.FORWARD, unit=1, alive=alive, work=once, repeats=layers),
+            Moment(phase=Phase.FORWARD, unit=1, alive=alive, work=once, repeats=layers, growth=growth),
             Moment(phase=Phase.BACKWARD, unit=0, alive=alive, work=head + head),
             Moment(phase=Phase.BACKWARD, unit=1, alive=alive, work=_times(once, 2 + again), repeats=layers),
         )

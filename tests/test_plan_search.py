@@ -89,7 +89,7 @@ def random_space(seed: int) -> Space:
     )
 
 
-@pytest.mark.parametrize("first", range(0, 300, 50))
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(50, 500, 50))])
 def test_the_choice_is_that_of_trying_every_point(first: int) -> None:
     chosen, nothing = set(), 0
     for seed in range(first, first + 50):
@@ -134,14 +134,14 @@ def test_the_choice_for_seventy_billion_is_that_of_trying_every_point() -> None:
 
 def test_a_quadrillion_parameters_on_a_hundred_thousand_devices() -> None:
     """States of 1.6e16 bytes are 160 GB a device, so they cannot all be there."""
-    model = gpt(layers=1280, hidden=256_000, heads=2000, vocab=100_000, tokens=2048, intervals=(1,))
+    model = gpt(layers=5120, hidden=128_000, heads=1600, vocab=100_000, tokens=2048, intervals=(1,))
     assert model.parameters > 1e15
     machine = replace(H200, devices=100_000, host_memory=2000 * GIB, disk=60_000 * GB)
     start = time.perf_counter()
     found = search(model, machine, global_samples=100_000, memory_of=simple_memory)
     assert time.perf_counter() - start < 5
     assert found.best is not None
-    assert found.best.point.tensor * found.best.point.pipeline > 1  # a block alone has 1.6e12 bytes
+    assert found.best.point.tensor * found.best.point.pipeline > 1  # a block alone has 0.4e12 bytes
     assert row(found.best.point.stage).optimizer.is_cut
 
 

@@ -17,7 +17,7 @@ MemoryModel = Callable[[ModelShape, Machine, Point], Memory]
 
 
 def memory_of_plan(model: ModelShape, machine: Machine, point: Point) -> Memory:
-    from zerofold.plan.memory import memory  # type: ignore[import-not-found]
+    from zerofold.plan.memory import memory  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     found: Memory = memory(model, machine, point)
     return found
