@@ -48,15 +48,17 @@ def waits_in_forward(lanes: Iterable[Lane]) -> float:
 def waits_in_backward(lanes: Iterable[Lane]) -> float:
     """
     >>> waits_in_backward([Lane(3, 1, forward=1.0, backward=2.0, gather=1.5, reduce=1.0)])
-    2.0
+    1.5
     """
-    waited = last = 0.0
-    for lane in lanes:
-        fetched = lane.repeats - lane.kept
-        waited += fetched * max(0.0, lane.gather + lane.reduce - lane.backward)
-        waited += lane.kept * max(0.0, lane.reduce - lane.backward)
-        last = last or lane.reduce  # of the first in forward, the last in backward
-    return waited + last
+    waited = 0.0
+    for number, lane in enumerate(lanes):
+        last = 1 if number == 0 else 0  # the first unit of all is reduced when nothing computes any more
+        both = max(0, lane.repeats - lane.kept - last)
+        waited += both * max(0.0, lane.gather + lane.reduce - lane.backward)
+        waited += (lane.repeats - both - last) * max(0.0, lane.reduce - lane.backward)
+        if last:
+            waited += lane.reduce + (max(0.0, lane.gather - lane.backward) if lane.kept < lane.repeats else 0.0)
+    return waited
 
 
 def waits_for_queue(lanes: Iterable[Lane]) -> float:
