@@ -18,6 +18,7 @@ import websocket
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 TIMEOUT_S = 60.0
+ENOUGH_CONTRAST = 4.5  # WCAG 2, AA, for text of any size
 
 
 def find_chromium() -> str | None:
@@ -77,6 +78,23 @@ class Page:
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         taken = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(taken["data"]))
+
+    def table(self, name: str) -> list[list[dict[str, str]]]:
+        """Text and title of each cell of the table with that id."""
+        cells = "[...row.cells].map((cell) => ({text: cell.textContent, title: cell.title}))"
+        return list(self.js(f"[...document.querySelectorAll('#{name} tbody tr')].map((row) => {cells})"))
+
+    def assert_sound(self, file: Path) -> None:
+        """Nothing went wrong, and nothing but the file itself was asked for."""
+        assert self.errors == []
+        assert self.requests == [file.resolve().as_uri()]
+
+    def assert_readable(self, *, dark: bool) -> None:
+        texts = self.js((Path(__file__).parent / "data" / "contrast.js").read_text())
+        assert len(texts) > 20
+        assert [each for each in texts if each["ratio"] < ENOUGH_CONTRAST] == []
+        ground = self.js("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        assert (max(ground) < 60) if dark else (min(ground) > 200)
 
     def close(self) -> None:
         self._socket.close()

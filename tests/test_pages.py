@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from browser import Page, chromium, find_chromium
+from browser import Page
 from run_folders import ledger_of, metrics_line, write_run
 from zerofold.observe.report import report_of, write_report
 from zerofold.observe.report_files import read_run
 
-ENOUGH_CONTRAST = 4.5  # WCAG 2, AA, for text of any size
 PHONE = 390
 EVIL = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">"
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    executable = find_chromium()
-    if executable is None:
-        pytest.skip("no Chromium: install it (apt-get install chromium) or name one in $CHROMIUM to test the pages")
-    with chromium(executable) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +40,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def assert_sound(page: Page, file: Path) -> None:
-    assert page.errors == []
-    assert page.requests == [file.resolve().as_uri()]
-
-
 @pytest.mark.parametrize("name", ["whole", "bare", "one step", "no number", "no step", "evil"])
 def test_every_run_is_shown_on_a_screen_and_on_a_phone(page: Page, runs: dict[str, Path], name: str) -> None:
     file = runs[name] / "report.html"
     for width in (1280, PHONE):
         page.open(file, width=width)
-        assert_sound(page, file)
+        page.assert_sound(file)
         assert page.js("document.documentElement.scrollWidth") <= width
         assert page.js("document.querySelector('h1').textContent") == runs[name].name
         assert "NaN" not in page.js("document.body.innerText")
@@ -73,38 +56,24 @@ def test_every_run_is_shown_on_a_screen_and_on_a_phone(page: Page, runs: dict[st
 def test_text_stands_out_from_its_ground(page: Page, runs: dict[str, Path], dark: bool) -> None:
     for name in ("whole", "bare"):
         page.open(runs[name] / "report.html", dark=dark)
-        assert_readable(page, dark)
-
-
-def assert_readable(page: Page, dark: bool) -> None:
-    script = (Path(__file__).parent / "data" / "contrast.js").read_text()
-    texts = page.js(script)
-    assert len(texts) > 20
-    assert [each for each in texts if each["ratio"] < ENOUGH_CONTRAST] == []
-    ground = page.js("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
-    assert (max(ground) < 60) if dark else (min(ground) > 200)
+        page.assert_readable(dark=dark)
 
 
 def test_the_page_shows_the_numbers_of_json(page: Page, runs: dict[str, Path]) -> None:
     report = report_of(read_run(runs["whole"]))
     page.open(runs["whole"] / "report.html")
-    rows = table(page, "predicted")
+    rows = page.table("predicted")
     for row, line in zip(rows, report["predicted"], strict=True):
         if line["unit"] == "bytes":
             assert [row[1]["title"], row[2]["title"]] == [f"{line[key]:,} bytes" for key in ("predicted", "measured")]
     assert [row[3]["text"] for row in rows] == ["–", "0.0%", "0.0%", "0.0%", "-1.1%", "+11.1%"]  # noqa: RUF001
-    sent = table(page, "communication")
+    sent = page.table("communication")
     assert [row[3]["title"] for row in sent] == [
         f"{each['bytes_per_step']:,} bytes" for each in report["communication"]
     ]
-    assert [row[1]["text"] for row in table(page, "time")] == [
+    assert [row[1]["text"] for row in page.table("time")] == [
         "201 ms", "21.0 ms", "13.0 ms", "4.00 ms", "17.0 ms", "6.00 ms",
     ]  # fmt: skip
-
-
-def table(page: Page, name: str) -> list[list[dict[str, Any]]]:
-    cells = "[...row.cells].map((cell) => ({text: cell.textContent, title: cell.title}))"
-    return list(page.js(f"[...document.querySelectorAll('#{name} tbody tr')].map((row) => {cells})"))
 
 
 def test_the_timeline_zooms_moves_and_explains_itself(page: Page, runs: dict[str, Path]) -> None:

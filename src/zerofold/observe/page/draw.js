@@ -55,9 +55,10 @@ const percent = (value) => {
   return (value > 0 && text !== "0.0" ? "+" : "") + text + "%";
 };
 const number = (value) => (value === null || value === undefined ? DASH : Number(value.toPrecision(4)).toString());
-const color = (name) => `var(--${/^[a-z]+$/.test(name) && COLORED.has(name) ? name : "other"})`;
-const COLORED = new Set(("parameters gradients optimizer gathered buffers activations logits other gather forward " +
-  "backward reduce update host disk wait compute rest").split(" "));
+const COLORED = new Set(("parameters gradients optimizer gathered buffers checkpoints working logits other gather " +
+  "forward backward reduce update host disk wait compute rest").split(" "));
+// By the first word that has a colour: "fused buffers" has that of buffers.
+const color = (name) => `var(--${name.toLowerCase().split(/[^a-z]+/).find((word) => COLORED.has(word)) ?? "other"})`;
 
 function section(title, explanation, ...children) {
   return h("section", {}, title ? h("h2", {}, title) : null, explanation ? h("p", { class: "explain" }, explanation) : null, ...children);
@@ -198,6 +199,7 @@ function stackedBar(parts, whole) {
   return h("div", { class: "bar" }, parts.map(([name, value, paint, text]) =>
     value > 0 ? h("i", {
       style: `background:${paint};width:${((100 * value) / whole).toFixed(4)}%`, "data-part": name,
+      class: value > whole / 100 ? "wide" : null,  // a thin one would be all border
       onpointermove: (event) => showTip(event, name, [text]), onpointerleave: hideTip,
     }) : null));
 }

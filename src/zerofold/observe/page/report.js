@@ -52,7 +52,7 @@ function curves() {
   const marks = data.non_finite_losses ? c.loss.flatMap((value, at) => (value === null ? [at] : [])) : [];
   const losses = [{ name: "training", values: c.loss, paint: "var(--parameters)" }];
   if (has("validation_loss"))
-    losses.push({ name: "validation", values: changesOf(c.validation_loss), paint: "var(--activations)", dots: true });
+    losses.push({ name: "validation", values: changesOf(c.validation_loss), paint: "var(--checkpoints)", dots: true });
   const loss = section("Loss", null, has("loss") || has("validation_loss") ? [
     legend(losses.map(({ name, paint }) => [name, paint])),
     lineChart({ label: "loss over steps", x: c.step, xLabel: "step", yLabel: "loss (nats)", series: losses, format: number, marks }),
