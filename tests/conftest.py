@@ -2,10 +2,14 @@
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ranks import RankPool
+
+if TYPE_CHECKING:
+    from browser import Page
 
 # More of what other cases of the same test show: without them `make test` takes a quarter of an hour on two cores.
 THOROUGH = [
@@ -62,3 +66,15 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool(keep=4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def page() -> "Iterator[Page]":
+    """A tab of a real Chromium; see browser.py."""
+    from browser import chromium, find_chromium
+
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip("no Chromium: install it (apt-get install chromium) or name one in $CHROMIUM to test the pages")
+    with chromium(executable) as opened:
+        yield opened

@@ -26,6 +26,7 @@ def build_app() -> typer.Typer:
     from zerofold.bench.update import bench_update_command
     from zerofold.checkpoint.commands import checkpoint_app
     from zerofold.launcher.command import CONTEXT_SETTINGS, launch_command
+    from zerofold.observe.report import report_command
     from zerofold.train.command import train_command
     from zerofold.verify import verify_command
 
@@ -40,6 +41,7 @@ def build_app() -> typer.Typer:
     app.callback()(_global_options)
     app.command("train")(train_command)
     app.command("verify")(verify_command)
+    app.command("report")(report_command)
     app.command("launch", context_settings=CONTEXT_SETTINGS)(launch_command)
     bench_app = typer.Typer(help="Measure side by side with other engines.", no_args_is_help=True)
     bench_app.command("step")(bench_step_command)
