@@ -2,10 +2,14 @@
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ranks import RankPool
+
+if TYPE_CHECKING:
+    from browser import Page
 
 # More of what other cases of the same test show: without them `make test` takes a quarter of an hour on two cores.
 THOROUGH = [
@@ -44,6 +48,7 @@ THOROUGH = [
     r"test_accumulate.py::test_hugging_face_models\[(?!llama-None|gpt2-bf16)",
     r"test_accumulate.py::test_unusual_models\[(plain|skipped)",
     r"test_park.py::test_training_goes_on_to_the_bit_on_every_row",
+    r"test_plan_traffic.py::test_the_ledger_counts_what_the_plan_says\[.*-fp32-1-4\]",
     r"test_ranks.py::test_(the_least_recently|a_hang_ends|a_world_without|errors_caught|an_error_shows)",
 ]
 
@@ -61,3 +66,15 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool(keep=4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def page() -> "Iterator[Page]":
+    """A tab of a real Chromium; see browser.py."""
+    from browser import chromium, find_chromium
+
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip("no Chromium: install it (apt-get install chromium) or name one in $CHROMIUM to test the pages")
+    with chromium(executable) as opened:
+        yield opened

@@ -280,7 +280,7 @@ def loops_that_differ(folder: str, places: list[str], stage: int, precision: Any
     wrong = []
     for loop in LOOPS:
         found = []
-        for place in (None, *(PLACES[name] | {"path": folder} for name in places)):
+        for place in (None, *(PLACES[name] | {"path": folder, "checksums": True} for name in places)):
             model, optimizer = prepared(place, stage=stage, precision=precision, clip=0.5, one_pass=True)
             loop(model, optimizer)
             found.append(states(model, optimizer))

@@ -27,6 +27,7 @@ def build_app() -> typer.Typer:
     from zerofold.checkpoint.commands import checkpoint_app
     from zerofold.launcher.command import CONTEXT_SETTINGS, launch_command
     from zerofold.plan.command import plan_command
+    from zerofold.observe.report import report_command
     from zerofold.train.command import train_command
     from zerofold.verify import verify_command
 
@@ -42,6 +43,7 @@ def build_app() -> typer.Typer:
     app.command("train")(train_command)
     app.command("verify")(verify_command)
     app.command("plan")(plan_command)
+    app.command("report")(report_command)
     app.command("launch", context_settings=CONTEXT_SETTINGS)(launch_command)
     bench_app = typer.Typer(help="Measure side by side with other engines.", no_args_is_help=True)
     bench_app.command("step")(bench_step_command)

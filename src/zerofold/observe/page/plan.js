@@ -1,0 +1,107 @@
+"use strict";
+// The page of a plan: a bar for every row, drawn again whenever a slider moves.
+
+const PEAK = "device_peak";
+const at = data.formulas ? formulas(data.formulas) : () => null;
+const place = Object.fromEntries(data.sliders.map(({ name, value }) => [name, value]));
+const bars = h("div", { id: "bars" });
+const legendPlace = h("div");
+const numbers = h("div");
+const big = (value) => `${value}`.replace(/\B(?=(\d{3})+$)/g, ",");
+
+// A slider that goes in steps of 1, 2, 3, 4, 6, 8, 12, …, and a field for any number.
+function slider({ name, label, low, high }) {
+  const stops = [low];
+  for (let power = 1; power <= high; power *= 2)
+    for (const stop of [power, power * 1.5]) if (Number.isInteger(stop) && stop > low && stop < high) stops.push(stop);
+  stops.push(high);
+  const nearest = (value) => stops.reduce((best, stop, index) =>
+    (Math.abs(Math.log(stop / value)) < Math.abs(Math.log(stops[best] / value)) ? index : best), 0);
+  const field = h("input", { type: "number", id: `field-${name}`, min: low, max: high, step: 1, value: place[name], inputmode: "numeric" });
+  const range = h("input", {
+    type: "range", id: `slider-${name}`, min: 0, max: stops.length - 1, step: 1, value: nearest(place[name]), "aria-label": label });
+  range.setAttribute("aria-valuetext", place[name]);
+  const set = (value) => { place[name] = value; range.setAttribute("aria-valuetext", value); show(); };
+  range.addEventListener("input", () => { field.value = stops[range.value]; field.setCustomValidity(""); set(stops[range.value]); });
+  field.addEventListener("input", () => {
+    const value = Number(field.value);
+    const good = Number.isInteger(value) && value >= low && value <= high;
+    field.setCustomValidity(good ? "" : `a whole number from ${low} to ${high}`);
+    if (!good) { field.reportValidity(); return; }
+    range.value = nearest(value);
+    set(value);
+  });
+  return h("div", { class: "slider" }, h("label", { for: `field-${name}` }, label, field), range);
+}
+
+function rowsHere() {
+  const found = at(place);
+  return data.rows.map((row) => {
+    const values = found ? found[row.key] : Object.fromEntries(Object.entries(row.bytes).map(([line, value]) => [line, BigInt(value)]));
+    if (!values) return { ...row, values: null, reached: values === null };
+    const lines = Object.entries(values).filter(([line]) => line !== PEAK);
+    const sum = lines.reduce((total, [, value]) => total + value, 0n);
+    return { ...row, values, lines, sum, peak: values[PEAK] ?? sum };
+  });
+}
+
+function bar(row, scale, limit) {
+  const part = (value) => `${((100 * Number(value)) / scale).toFixed(3)}%`;
+  const name = h("div", { class: "name" }, row.name, row.detail ? h("small", {}, row.detail) : null);
+  if (!row.values) {
+    const why = row.reached ? "not possible with these numbers" : "not computed for these numbers: ask zerofold plan";
+    return h("div", { class: "row" }, name, h("div", { class: "track quiet" }, why), h("div", { class: "sum quiet" }, DASH));
+  }
+  const tooMuch = limit > 0 && Number(row.peak) > limit;
+  const pieces = stackedBar(row.lines.map(([line, value]) => [line, Number(value), color(line), `${bytes(Number(value))}: ${big(value)} bytes`]), scale);
+  return h("div", { class: row.recommended ? "row recommended" : "row", "data-row": row.key }, name,
+    h("div", { class: "track" }, pieces,
+      PEAK in row.values ? h("span", { class: "peak", style: `left:${part(row.peak)}` }) : null,
+      limit > 0 && limit <= scale ? h("span", { class: "limit", style: `left:${part(limit)}` }) : null),
+    h("div", { class: tooMuch ? "sum bad" : "sum", title: `${big(row.peak)} bytes` }, bytes(Number(row.peak)),
+      tooMuch ? h("small", {}, "too much") : null));
+}
+
+function scaleUnder(scale) {
+  const marks = ticks(0, scale, bars.clientWidth < 600 ? 3 : 6);
+  const last = marks[marks.length - 1];
+  return h("div", { class: "row scale", "aria-hidden": "true" }, h("div"), h("div", { class: "track" }, marks.map((mark) =>
+    h("span", { style: `left:${((100 * mark) / scale).toFixed(3)}%`, class: mark === last && last > 0.9 * scale ? "last" : null }, bytes(mark)))), h("div"));
+}
+
+let inFull = false;
+const fullButton = h("button", { type: "button", "aria-pressed": "false", onclick: () => {
+  inFull = !inFull;
+  fullButton.setAttribute("aria-pressed", inFull);
+  show();
+} }, "every byte");
+
+function show() {
+  const rows = rowsHere();
+  const known = rows.filter((row) => row.values);
+  const limit = data.device_memory ?? 0;
+  const largest = Math.max(1, ...known.map((row) => Math.max(Number(row.sum), Number(row.peak))));
+  const scale = limit > largest && limit < 1.7 * largest ? limit * 1.02 : largest * 1.01;
+  const lines = [...new Set(known.flatMap((row) => row.lines.map(([line]) => line)))];
+  legendPlace.replaceChildren(legend(lines.map((line) => [line, color(line)])));
+  bars.replaceChildren(...rows.map((row) => bar(row, scale, limit)), scaleUnder(scale));
+  const cell = (value) => value === undefined ? DASH :
+    { text: inFull ? big(value) : bytes(Number(value)), title: `${big(value)} bytes` };
+  const peaks = known.some((row) => PEAK in row.values);
+  numbers.replaceChildren(table([["row", "text"], ...lines.map((line) => [line]), [peaks ? "peak" : "sum"]],
+    known.map((row) => [{ text: row.name, small: row.detail }, ...lines.map((line) => cell(row.values[line])), cell(row.peak)]), { id: "numbers" }));
+}
+
+const limitText = data.device_memory ? ` A device has ${bytes(data.device_memory)}: the dashed line, where it is in sight.` : "";
+const peakText = data.rows.some((row) => PEAK in row.bytes) || data.formulas ?
+  " The upright mark and the number are the peak: not all parts are there at once." : "";
+page.append(...[
+  h("h1", {}, data.title), h("p", { class: "lead" }, data.lead),
+  ...data.notes.map((note) => h("p", { class: "explain" }, note)),
+  data.sliders.length ? section("What if", null, h("div", { class: "sliders" }, data.sliders.map(slider))) : null,
+  data.recommended ? section("Recommended", null, h("p", { id: "recommended" }, data.recommended),
+    data.sliders.length ? h("p", { class: "explain" }, "For the numbers that the plan was asked with; the sliders do not change it.") : null) : null,
+  section("Bytes of one rank", "Every way to keep a model's states, one on the other." + peakText + limitText, legendPlace, bars),
+  section(null, null, h("details", { open: "" }, h("summary", {}, "Numbers"), h("div", { class: "tools" }, fullButton), numbers)),
+].filter(Boolean));
+show();

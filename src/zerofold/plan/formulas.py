@@ -1,0 +1,150 @@
+"""The plan's own arithmetic as data, so that a page can do it again for other numbers and come to the same byte.
+
+A function is run on numbers that remember how they were made. What it returns is then a formula of its inputs, true
+wherever every comparison that it made on the way comes out as it did: inside one region of the inputs. Other regions
+are found by running it again where no formula known so far holds.
+
+    devices = 64, batch = 8                     nodes                 region
+    shard = -(-unit // devices)                 [neg, floordiv, …]
+    max(alive.at(batch), step)        →         [mul, add, …]         alive.at(batch) > step
+    16 * shard                                  [mul, …]
+
+Nothing of the plan is written a second time: where its model changes, the page changes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zerofold.plan.followed import COMPARE, COMPUTE, Guard, NotAFormulaError, Tape
+
+Inputs = Mapping[str, int]
+Outputs = Mapping[str, int]
+
+_MOST_REGIONS = 100
+"""Of one function. With more of them it is no formula but a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """Where all guards come out as they did, the outputs are these nodes."""
+
+    guards: tuple[Guard, ...]
+    outputs: Mapping[str, int]
+    refused: bool = False
+    """The function raised ValueError: there is no such way to train."""
+
+
+class _Values:
+    """The nodes at one place, each computed once."""
+
+    def __init__(self, nodes: list[tuple[Any, ...]], inputs: Inputs) -> None:
+        self._nodes, self._inputs = nodes, inputs
+        self._known: dict[int, Any] = {}
+
+    def __getitem__(self, wanted: int) -> Any:
+        waiting = [wanted]  # a long sum is deeper than Python's stack
+        while waiting:
+            number = waiting[-1]
+            operation, *operands = self._nodes[number]
+            if number in self._known:
+                waiting.pop()
+            elif operation == "value":
+                self._known[number] = operands[0]
+            elif operation == "input":
+                self._known[number] = self._inputs[operands[0]]
+            elif missing := [each for each in operands if each not in self._known]:
+                waiting += missing
+            else:
+                self._known[number] = COMPUTE[operation](*(self._known[each] for each in operands))
+        return self._known[wanted]
+
+    def meet(self, guards: Iterable[Guard]) -> bool:
+        try:
+            return all(COMPARE[each.compare](self[each.left], self[each.right]) == each.outcome for each in guards)
+        except ZeroDivisionError:  # another region's arithmetic
+            return False
+
+
+class Formulas:
+    """Functions of the same inputs, as data; more regions are learned with `cover`.
+
+    >>> def shard(at):
+    ...     return {"bytes": 16 * -(-1000 // at["devices"]) if at["devices"] > 1 else 2000}
+    >>> formulas = Formulas({"a row": shard})
+    >>> formulas.cover([{"devices": 1}, {"devices": 8}])
+    >>> formulas.at({"devices": 3}), len(formulas.regions["a row"])
+    ({'a row': {'bytes': 5344}}, 2)
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[[Inputs], Outputs]]) -> None:
+        self._functions = functions
+        self._tape = Tape()
+        self.regions: dict[str, list[Region]] = {name: [] for name in functions}
+
+    def cover(self, places: Iterable[Inputs]) -> None:
+        """Follow every function at each of the places that none of its regions reaches so far."""
+        for place in places:
+            values = _Values(self._tape.nodes, place)
+            for name, regions in self.regions.items():
+                if not any(values.meet(region.guards) for region in regions):
+                    regions.append(self._follow(name, place))
+                    if len(regions) > _MOST_REGIONS:
+                        raise NotAFormulaError(f"{name}: more than {_MOST_REGIONS} regions, too many for a page")
+
+    def check(self, places: Iterable[Inputs]) -> None:
+        """Compare with the functions themselves: something may have gone where it could not be followed."""
+        for place in places:
+            for name, found in self.at(place).items():
+                expected = _call(self._functions[name], place)
+                if found != expected:
+                    raise NotAFormulaError(f"{name} at {dict(place)}: the formula gives {found}, the plan {expected}")
+
+    def at(self, place: Inputs) -> dict[str, Outputs | None]:
+        """The outputs of every function that has a region there; None where it refuses."""
+        values = _Values(self._tape.nodes, place)
+        found: dict[str, Outputs | None] = {}
+        for name, regions in self.regions.items():
+            region = next((each for each in regions if values.meet(each.guards)), None)
+            if region is not None:
+                outputs = {key: values[number] for key, number in region.outputs.items()}
+                found[name] = None if region.refused else outputs
+        return found
+
+    def as_data(self) -> dict[str, Any]:
+        """For the page. Whole numbers are texts, since JSON's readers have 53 bits."""
+        return {
+            "nodes": [
+                ["value", str(node[1])] if node[0] == "value" and isinstance(node[1], int) else list(node)
+                for node in self._tape.nodes
+            ],
+            "regions": {
+                name: [
+                    {
+                        "guards": [[guard.compare, guard.left, guard.right, guard.outcome] for guard in region.guards],
+                        "outputs": dict(region.outputs),
+                        "refused": region.refused,
+                    }
+                    for region in regions
+                ]
+                for name, regions in self.regions.items()
+            },
+        }
+
+    def _follow(self, name: str, place: Inputs) -> Region:
+        tape = self._tape
+        tape.guards.clear()
+        found = _call(self._functions[name], {key: tape.input(key, value) for key, value in place.items()})
+        if found is None:
+            return Region(guards=tuple(tape.guards), outputs={}, refused=True)
+        outputs = {key: tape.number_of(value) for key, value in found.items()}
+        return Region(guards=tuple(tape.guards), outputs=outputs)
+
+
+def _call(function: Callable[[Inputs], Outputs], place: Inputs) -> Outputs | None:
+    try:
+        return dict(function(place))
+    except ValueError:
+        return None

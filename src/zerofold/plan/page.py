@@ -1,0 +1,148 @@
+"""`zerofold plan --html`: bars of memory for every row, and sliders that do the plan's own arithmetic in the page."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofold.observe.html import page_of, write_whole
+from zerofold.plan.formulas import Formulas, Inputs, Outputs
+
+PEAK = "device_peak"
+"""Of the outputs: the most that is there at once. All other outputs are parts of a bar."""
+_MOST_STOPS = 12  # of a slider, where formulas are looked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slider:
+    """A number that a reader may move, and how far."""
+
+    name: str
+    label: str
+    value: int
+    low: int = 1
+    high: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to train. `bytes_at` gives the bytes of one rank by line, and PEAK, for values of the sliders."""
+
+    name: str
+    detail: str = ""
+    bytes_at: Callable[[Inputs], Outputs]
+    recommended: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.detail}".strip()
+
+
+def write_page(plan: dict[str, Any], path: Path, *, rows: Sequence[Row] = (), sliders: Sequence[Slider] = ()) -> None:
+    """One file that shows a plan, the object that `--json` prints: its stages as bars.
+
+    With `rows` and `sliders` it answers for other values of the sliders too, to the byte as Python does. Raises
+    NotAFormulaError where a row's arithmetic cannot be followed; no page is written then.
+
+    >>> import tempfile
+    >>> row = Row(name="3", bytes_at=lambda at: {"optimizer": 12 * -(-10**9 // at["devices"])})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     page = Path(folder, "plan.html")
+    ...     devices = Slider(name="devices", label="devices", value=8, high=1024)
+    ...     write_page({"title": "a model"}, page, rows=[row], sliders=[devices])
+    ...     page.stat().st_size < 100_000
+    True
+    """
+    title = str(plan.get("title") or "A model")
+    data: dict[str, Any] = {
+        "title": title,
+        "lead": str(plan.get("lead") or ""),
+        "notes": [str(note) for note in plan.get("notes") or ()],
+        "rows": _shown(rows, sliders) if rows else _of_stages(plan),
+        "sliders": [asdict(slider) for slider in sliders],
+        "recommended": str(plan.get("reason") or ""),
+        "device_memory": plan.get("device_memory"),
+        "formulas": formulas_of(rows, sliders).as_data() if rows and sliders else None,
+    }
+    scripts = ("draw.js", "formulas.js", "plan.js")
+    write_whole(path, page_of(f"{title}: plan", data, scripts=scripts, footer="Written by zerofold plan."))
+
+
+def _shown(rows: Sequence[Row], sliders: Sequence[Slider]) -> list[dict[str, Any]]:
+    here = {slider.name: slider.value for slider in sliders}
+    return [
+        {
+            "key": row.key,
+            "name": row.name,
+            "detail": row.detail,
+            "recommended": row.recommended,
+            "bytes": _as_texts(_bytes_or_none(row, here)),
+        }
+        for row in rows
+    ]
+
+
+def _of_stages(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines that every plan has, where nothing more is known."""
+    return [
+        {
+            "key": str(stage["stage"]),
+            "name": str(stage["stage"]),
+            "detail": "",
+            "recommended": stage["stage"] == plan.get("recommended"),
+            "bytes": _as_texts({state: stage[f"{state}_bytes"] for state in ("parameters", "gradients", "optimizer")}),
+        }
+        for stage in plan.get("stages") or ()
+    ]
+
+
+def _as_texts(sizes: Outputs) -> dict[str, str]:
+    """Readers of JSON have 53 bits for a number."""
+    return {line: str(size) for line, size in sizes.items()}
+
+
+def formulas_of(rows: Sequence[Row], sliders: Sequence[Slider]) -> Formulas:
+    """What the rows compute, for all values of the sliders that a reader is likely to choose; checked off the grid."""
+    functions: Mapping[str, Callable[[Inputs], Outputs]] = {row.key: row.bytes_at for row in rows}
+    if len(functions) < len(rows):
+        raise ValueError("two rows of the page have the same name and detail: tell them apart by the detail")
+    formulas = Formulas(functions)
+    formulas.cover([{slider.name: slider.value for slider in sliders}])
+    formulas.cover(_places(sliders, stops))
+    between = list(_places(sliders, _between))
+    formulas.cover(between)
+    formulas.check([{slider.name: slider.value for slider in sliders}, *between[:: max(1, len(between) // 40)]])
+    return formulas
+
+
+def stops(slider: Slider) -> list[int]:
+    """Powers of two, and both ends.
+
+    >>> stops(Slider(name="n", label="n", value=1, low=3, high=20))
+    [3, 4, 8, 16, 20]
+    """
+    powers = [2**power for power in range(slider.high.bit_length()) if slider.low < 2**power < slider.high]
+    step = max(1, -(-len(powers) // _MOST_STOPS))
+    return sorted({slider.low, *powers[::step], slider.high})
+
+
+def _between(slider: Slider) -> list[int]:
+    """Numbers that are no powers of two: they round otherwise."""
+    odd = (3 * 5**power + power for power in range(0, 20, 2))
+    return [slider.low, *(each for each in odd if slider.low < each < slider.high)]
+
+
+def _places(sliders: Sequence[Slider], values: Callable[[Slider], list[int]]) -> Iterator[dict[str, int]]:
+    names = [slider.name for slider in sliders]
+    for chosen in itertools.product(*map(values, sliders)):
+        yield dict(zip(names, chosen, strict=True))
+
+
+def _bytes_or_none(row: Row, here: Inputs) -> Outputs:
+    try:
+        return row.bytes_at(here)
+    except ValueError:  # no such way to train with these numbers; perhaps with others
+        return {}

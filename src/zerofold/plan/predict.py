@@ -1,0 +1,73 @@
+"""Memory, traffic and time of one point, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zerofold.plan.away import node_ranks
+from zerofold.plan.ground import Ground
+from zerofold.plan.machine import GIB, Machine
+from zerofold.plan.mesh import mesh_of
+from zerofold.plan.point import Memory, Point, Prediction
+from zerofold.plan.shape import ModelShape
+from zerofold.plan.times import times
+from zerofold.plan.traffic import traffic
+
+MemoryModel = Callable[[ModelShape, Machine, Point], Memory]
+
+
+def memory_of_plan(model: ModelShape, machine: Machine, point: Point) -> Memory:
+    from zerofold.plan.memory import memory  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    found: Memory = memory(model, machine, point)
+    return found
+
+
+def predict(
+    model: ModelShape,
+    machine: Machine,
+    point: Point,
+    *,
+    memory: Memory | None = None,
+    ground: Ground | None = None,
+) -> Prediction:
+    """What training takes at this point. `memory` and `ground`, for whoever has them already."""
+    found = memory if memory is not None else memory_of_plan(model, machine, point)
+    sent = traffic(model, machine, point)
+    spent = times(model, machine, point, found, sent, ground=ground)
+    missing = lacks(found, machine)
+    samples = point.samples * mesh_of(machine, point).data
+    return Prediction(
+        point=point,
+        memory=found,
+        traffic=sent,
+        times=spent,
+        fits=not missing,
+        lacks=missing,
+        samples_per_second=samples / spent.step if spent.step else 0.0,
+    )
+
+
+def lacks(memory: Memory, machine: Machine) -> str:
+    """Which memories are too small, and by how much; nothing where all fits. A node's ranks share its host and disk.
+
+    >>> from zerofold.plan.machine import Link
+    >>> link = Link(rate=1)
+    >>> machine = Machine(name="m", devices=2, device_memory=80 * GIB, host_memory=100 * GIB, flops=1, flops_fp32=1,
+    ...                   memory_rate=1, inside=link, across=link, to_host=link, host_update=1)
+    >>> lacks(Memory(device={}, device_peak=90 * GIB), machine)
+    'device memory: 90.0 GiB needed, 80.0 there'
+    >>> lacks(Memory(device={}, host={"optimizer": 60 * GIB}), machine)
+    'host memory of a node: 120.0 GiB needed, 100.0 there'
+    """
+    ranks = node_ranks(machine)
+    wanted = (
+        ("device memory", memory.device_peak, machine.device_memory),
+        ("host memory of a node", ranks * sum(memory.host.values()), machine.host_memory),
+        ("disk of a node", ranks * sum(memory.disk.values()), machine.disk),
+    )
+    return "; ".join(
+        f"{name}: {needed / GIB:.1f} GiB needed, {there / GIB:.1f} there"
+        for name, needed, there in wanted
+        if needed > there
+    )

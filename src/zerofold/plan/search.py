@@ -1,0 +1,191 @@
+"""The fastest point that fits, without predicting every point.
+
+Points are taken off a heap in the order of a time that none of them can be below, so the first that is known exactly
+and fits is the best. Three kinds of entries:
+
+    a group     rows and tiers open         its arithmetic, pipeline bubble and tensor parallelism, which every row has
+    "auto"      tiers open, unit by unit    the same, with the waits that are there when nothing is away from the device
+    a point                                 its time
+
+Nothing is left out that could have won. Memory, which costs more to predict, is asked of points in that order only; it
+is not asked where the states alone take more than there is, or where a smaller micro-batch did not fit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from zerofold.placement import Cut, Row, Tier, row
+from zerofold.plan.away import NOTHING_AWAY, node_ranks
+from zerofold.plan.ground import Ground, ground_of
+from zerofold.plan.machine import Machine
+from zerofold.plan.mesh import widths_of
+from zerofold.plan.point import Memory, Point, Prediction
+from zerofold.plan.predict import MemoryModel, lacks, memory_of_plan, predict
+from zerofold.plan.shape import ModelShape
+from zerofold.plan.space import ROWS, Space
+from zerofold.plan.times import times
+from zerofold.plan.waits import Waits
+
+_SLACK = 1 - 1e-9  # sums in another order may differ in their last bits; a bound must not be above what it bounds
+MOMENTS_BYTES = 8
+RUNNERS_UP = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """`best` is None where nothing fits. `tried` points had time and memory predicted, `pruned` did not need to."""
+
+    best: Prediction | None
+    tried: int
+    pruned: int
+    runners_up: tuple[Prediction, ...] = ()
+    space: Space
+
+
+class _Entry(NamedTuple):
+    """Order on the heap: the bound, then the place in the space, so that equal times have one winner."""
+
+    bound: float
+    place: tuple[int, int]
+    is_exact: bool
+    point: Point
+    memory: Memory | None = None
+
+
+def search(
+    model: ModelShape,
+    machine: Machine,
+    *,
+    global_samples: int | None = None,
+    precision: str = "bf16",
+    rows: tuple[str, ...] = ROWS,
+    offload: bool = True,
+    runners_up: int = RUNNERS_UP,
+    memory_of: MemoryModel = memory_of_plan,
+    **limits: tuple[int, ...] | None,
+) -> SearchResult:
+    """The point with the most samples a second at the wished global batch, among all that fit.
+
+    `limits` are those of `Space`: tensor, pipeline, micro_batches, checkpoints. Where `global_samples` is left out, the
+    batch is free, and one micro-batch makes a step (some for each stage of a pipeline).
+    """
+    space = Space(
+        model=model,
+        machine=machine,
+        global_samples=global_samples,
+        precision=precision,
+        rows=rows,
+        offload=offload,
+        **limits,
+    )
+    return Search(space, memory_of).run(1 + runners_up)
+
+
+@dataclass
+class Search:
+    space: Space
+    memory_of: MemoryModel = memory_of_plan
+    tried: int = 0
+    _heap: list[_Entry] = field(default_factory=list)
+    _grounds: dict[int, Ground] = field(default_factory=dict)
+    _too_large: dict[Hashable, int] = field(default_factory=dict)
+    """Of points that differ in nothing else: the least micro-batch that is known not to fit."""
+
+    def run(self, wanted: int = 1) -> SearchResult:
+        found: list[Prediction] = []
+        groups = list(self.space.groups())
+        for number, group in enumerate(groups):
+            ground = self._grounds[number] = ground_of(self.space.model, self.space.machine, group)
+            bound = ground.floor.seconds * _SLACK / self._samples(group, ground)
+            heapq.heappush(self._heap, _Entry(bound, (number, -1), False, group))
+        while self._heap and len(found) < wanted:
+            entry = heapq.heappop(self._heap)
+            if entry.place[1] < 0:
+                self._open(entry)
+            elif entry.is_exact and entry.point.auto:
+                found.append(self._prediction(entry))
+            elif (held := self._held(entry.point, entry.place[0])) is None:
+                continue
+            elif entry.is_exact:
+                found.append(self._prediction(entry._replace(memory=held)))
+            else:
+                exact = self._seconds(entry.point, entry.place[0], held)
+                heapq.heappush(self._heap, entry._replace(bound=exact, is_exact=True, memory=held))
+        everything = len(groups) * self.space.members_of_a_group
+        return SearchResult(
+            best=found[0] if found else None,
+            tried=self.tried,
+            pruned=everything - self.tried,
+            runners_up=tuple(found[1:]),
+            space=self.space,
+        )
+
+    def _open(self, entry: _Entry) -> None:
+        number = entry.place[0]
+        ground = self._grounds[number]
+        for index, point in enumerate(self.space.members(entry.point)):
+            chosen = row(point.stage)
+            if not states_fit(ground, chosen, point, self.space.machine):
+                continue
+            if point.auto:
+                waits = Waits(ground, self.space.machine, point, chosen, NOTHING_AWAY).total().total
+                bound = (ground.floor.seconds + waits) * _SLACK / self._samples(point, ground)
+            else:
+                bound = self._seconds(point, number, None)
+            heapq.heappush(self._heap, _Entry(bound, (number, index), not point.auto, point))
+
+    def _seconds(self, point: Point, number: int, held: Memory | None) -> float:
+        """Of a sample."""
+        ground = self._grounds[number]
+        taken = times(self.space.model, self.space.machine, point, held, ground=ground)
+        return taken.step / self._samples(point, ground)
+
+    def _held(self, point: Point, number: int) -> Memory | None:
+        """Its memory, if it fits."""
+        # Several micro-batches need memory for sums, however many they are.
+        degrees = point.tensor, point.pipeline, point.checkpoint_every, point.accumulate > 1
+        family = point.stage, point.tiers, point.auto, degrees
+        if point.micro_batch >= self._too_large.get(family, point.micro_batch + 1):
+            return None
+        self.tried += 1
+        found = self.memory_of(self.space.model, self.space.machine, point)
+        if not lacks(found, self.space.machine):
+            return found
+        if not point.auto:  # whose placement is a good one, not provably the best one
+            self._too_large[family] = point.micro_batch
+        return None
+
+    def _prediction(self, entry: _Entry) -> Prediction:
+        ground = self._grounds[entry.place[0]]
+        return predict(self.space.model, self.space.machine, entry.point, memory=entry.memory, ground=ground)
+
+    def _samples(self, point: Point, ground: Ground) -> int:
+        return point.samples * ground.mesh.data
+
+
+def states_fit(ground: Ground, chosen: Row, point: Point, machine: Machine) -> bool:
+    """Whether there is room for the optimizer's states and for whole parameters, which no point can do without.
+
+    Padding, gradients, activations and buffers come on top, so whatever is refused here does not fit.
+    """
+    widths = widths_of(point.precision)
+    owners = 1 if chosen.cut is Cut.FIRST else ground.mesh.ranks(chosen.optimizer)
+    own = ground.trained / owners
+    has_shard = widths.has_master or chosen.parameters.is_cut
+    states = own * (MOMENTS_BYTES + widths.master * has_shard)
+    whole = 0 if chosen.parameters.is_cut else ground.trained * widths.compute
+    if ground.mesh.data == 1:
+        whole = 0  # a rank that is alone makes them from its masters when they are needed
+    ranks = node_ranks(machine)
+    if point.auto:
+        return states <= max(0, machine.device_memory - whole) + (machine.host_memory + machine.disk) / ranks
+    room = {
+        Tier.DEVICE: machine.device_memory - whole,
+        Tier.HOST: machine.host_memory / ranks,
+        Tier.NVME: machine.disk / ranks,
+    }
+    return whole <= machine.device_memory and states <= room[point.tiers.optimizer]

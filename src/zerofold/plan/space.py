@@ -1,0 +1,122 @@
+"""All points that a search looks at: degrees × batches × intervals of checkpoints, and in each rows × tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zerofold.placement import Row, Tier, Tiers, row
+from zerofold.plan.machine import Machine
+from zerofold.plan.point import Point
+from zerofold.plan.shape import ModelShape
+
+ROWS = ("0", "1", "2", "3", "hsdp", "hpz", "dp")
+DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
+
+# Parameters off the device need cut ones, and the optimizer's states at least as far away (`zerofold.offload.wishes`).
+_TIERS = [Tiers()]
+_TIERS += [Tiers(HOST, HOST, parameters) for parameters in (DEVICE, HOST)]
+_TIERS += [Tiers(NVME, HOST, parameters) for parameters in (DEVICE, HOST)]
+_TIERS += [Tiers(NVME, NVME, parameters) for parameters in (DEVICE, HOST, NVME)]
+_LARGEST_FREE_BATCH = 1024
+_FREE_ROUNDS = (1, 2, 4)  # micro-batches in a step for each stage of a pipeline, where the batch is free
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """`global_samples`: of all devices in a step. None leaves the batch free: one micro-batch of a power of two."""
+
+    model: ModelShape
+    machine: Machine
+    global_samples: int | None = None
+    precision: str = "bf16"
+    rows: Sequence[str] = ROWS
+    offload: bool = True
+    tensor: Sequence[int] | None = None
+    """Degrees to look at; None: powers of two that divide the devices and the heads, beyond a node too."""
+    pipeline: Sequence[int] | None = None
+    micro_batches: Sequence[int] | None = None
+    checkpoints: Sequence[int] | None = None
+
+    def groups(self) -> Iterator[Point]:
+        """One point for each choice of degrees, batch and interval; its row and tiers are still open."""
+        for tensor in self._tensor_degrees():
+            for pipeline in self._pipeline_degrees(tensor):
+                data = self.machine.devices // (tensor * pipeline)
+                for micro_batch, accumulate in self._batches(data, pipeline):
+                    for every in self._intervals():
+                        yield Point(
+                            micro_batch=micro_batch,
+                            accumulate=accumulate,
+                            checkpoint_every=every,
+                            tensor=tensor,
+                            pipeline=pipeline,
+                            precision=self.precision,
+                        )
+
+    def members(self, group: Point) -> Iterator[Point]:
+        """The points of a group."""
+        for chosen in self._rows:
+            for tiers in self._tiers(chosen):
+                yield replace(group, stage=chosen.name, tiers=tiers)
+            if self.offload:
+                yield replace(group, stage=chosen.name, auto=True)
+
+    def points(self) -> Iterator[Point]:
+        for group in self.groups():
+            yield from self.members(group)
+
+    @cached_property
+    def members_of_a_group(self) -> int:
+        return sum(1 for _ in self.members(Point()))
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        return [row(name) for name in self.rows]
+
+    def _tiers(self, chosen: Row) -> Iterator[Tiers]:
+        for tiers in _TIERS if self.offload else _TIERS[:1]:
+            if NVME in (tiers.optimizer, tiers.gradients) and not self.machine.disk:
+                continue
+            if tiers.parameters is DEVICE or chosen.parameters.is_cut:
+                yield tiers
+
+    def _intervals(self) -> Sequence[int]:
+        if self.checkpoints is not None:
+            return self.checkpoints
+        return [activity.checkpoint_every for activity in self.model.activities] or [0, 1]
+
+    def _tensor_degrees(self) -> list[int]:
+        if self.model.hidden is None or self.model.layers is None:
+            return [1]
+        devices, heads = self.machine.devices, self.model.heads
+        asked = self.tensor if self.tensor is not None else [2**power for power in range(devices.bit_length())]
+        return [degree for degree in asked if not devices % degree and (heads is None or not heads % degree)]
+
+    def _pipeline_degrees(self, tensor: int) -> list[int]:
+        """Stages of equal depth."""
+        if self.model.hidden is None or self.model.layers is None:
+            return [1]
+        left = self.machine.devices // tensor
+        asked = self.pipeline if self.pipeline is not None else divisors(self.model.layers)
+        return [degree for degree in asked if not left % degree and not self.model.layers % degree]
+
+    def _batches(self, data: int, pipeline: int) -> Iterator[tuple[int, int]]:
+        if self.global_samples is None:
+            sizes = self.micro_batches or [2**power for power in range(_LARGEST_FREE_BATCH.bit_length())]
+            rounds = [pipeline * each for each in _FREE_ROUNDS] if pipeline > 1 else [1]
+            yield from ((size, each) for size in sizes for each in rounds)
+        elif not self.global_samples % data:
+            each = self.global_samples // data
+            sizes = divisors(each) if self.micro_batches is None else self.micro_batches
+            yield from ((size, each // size) for size in sizes if not each % size)
+
+
+def divisors(number: int) -> list[int]:
+    """
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [each for each in range(1, int(number**0.5) + 1) if not number % each]
+    return sorted({*small, *(number // each for each in small)})

@@ -1,0 +1,182 @@
+"""What a rank sends in a step: the table of docs/design.md, with padding and with what stays gathered.
+
+    row           parameters gathered                        gradients reduced
+    dp, 1         once, after the step                       once a step
+    2             once, after the step                       in each micro-batch
+    3, hsdp, hpz  twice in each micro-batch, less what       in each micro-batch; hsdp across groups once
+                  stays gathered from forward to backward
+    0             never                                      once a step, all-reduced
+
+A stage is not asked for by name: all of this follows from its row of placements.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from zerofold.placement import ACROSS, Placement, Row, row
+from zerofold.plan.machine import Machine
+from zerofold.plan.mesh import Mesh, Widths, mesh_of, padded, units_of_rank, widths_of
+from zerofold.plan.point import Point, Traffic
+from zerofold.plan.shape import ROOT, ModelShape, UnitShape
+
+TENSOR, PIPELINE, ALL = "tensor", "pipeline", "all"
+
+
+class Exchange(NamedTuple):
+    """Equal collectives of one group: `size` is all that is gathered or reduced, in elements."""
+
+    collective: str
+    group: str
+    ranks: int
+    size: float
+    itemsize: int
+    times: float
+
+    @property
+    def sent(self) -> float:
+        """Elements of one rank, as a ring sends them."""
+        if self.collective == "send":
+            return self.size * self.times
+        rounds = 2 if self.collective == "all_reduce" else 1
+        return rounds * self.size * self.times * (self.ranks - 1) / self.ranks
+
+
+class GatherCounts(NamedTuple):
+    """Of one unit in a step: over all the ranks that its parameters are cut over, and inside a group by a copy."""
+
+    whole: float
+    copies: float
+
+
+def traffic(model: ModelShape, machine: Machine, point: Point) -> Traffic:
+    """Elements and bytes that a rank sends in a step, by collective and by group: "all", "inside", "across" as the
+    ledger names them, "tensor" and "pipeline". Agreements of a few numbers are left out.
+
+    >>> from zerofold.plan.machine import Link
+    >>> link = Link(rate=1e9)
+    >>> machine = Machine(name="four", devices=4, device_memory=0, host_memory=0, flops=1, flops_fp32=1, memory_rate=1,
+    ...                   inside=link, across=link, to_host=link, host_update=1)
+    >>> model = ModelShape(name="m", units=(UnitShape(name="", trained=0), UnitShape(name="b", trained=100, count=8)))
+    >>> traffic(model, machine, Point(stage="2", precision="fp32")).elements
+    {('all_gather', 'all'): 600.0, ('reduce_scatter', 'all'): 600.0}
+    """
+    elements: defaultdict[tuple[str, str], float] = defaultdict(float)
+    nbytes: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for exchange in exchanges(model, machine, point):
+        if exchange.sent:
+            key = exchange.collective, exchange.group
+            elements[key] += exchange.sent
+            nbytes[key] += exchange.sent * exchange.itemsize
+    return Traffic(elements=dict(sorted(elements.items())), bytes=dict(sorted(nbytes.items())))
+
+
+def exchanges(model: ModelShape, machine: Machine, point: Point) -> Iterator[Exchange]:
+    mesh, widths, chosen = mesh_of(machine, point), widths_of(point.precision), row(point.stage)
+    units = units_of_rank(model, point)
+    stays = kept(units, widths.compute, point.live_bytes)
+    for unit, staying in zip(units, stays, strict=True):
+        yield from _gathers(unit, staying, chosen, mesh, widths, point)
+        yield from _reductions(unit, chosen, mesh, widths, point)
+    yield from model_exchanges(model, point)
+
+
+def kept(units: Sequence[UnitShape], itemsize: int, live_bytes: int | None = None) -> list[int]:
+    """How many of each unit stay gathered from forward to backward: the root, and the last ones that fit the bound on
+    live bytes together. By default that is the root and twice the largest block, as in `zerofold.dealing`.
+
+    >>> root, block = UnitShape(name="", trained=10), UnitShape(name="block", trained=100, count=6)
+    >>> kept([root, block], 2), kept([root, block], 2, live_bytes=220), kept([root, block], 2, live_bytes=1000)
+    ([1, 2], [1, 1], [1, 4])
+    """
+    sizes = [unit.parameters * itemsize for unit in units]
+    blocks = [size for unit, size in zip(units, sizes, strict=True) if unit.name != ROOT]
+    roots = sum(unit.count * size for unit, size in zip(units, sizes, strict=True) if unit.name == ROOT)
+    left = 2 * max(blocks, default=0) if live_bytes is None else max(0, live_bytes - roots)
+    found = []
+    for unit, size in reversed(list(zip(units, sizes, strict=True))):
+        if unit.name == ROOT:
+            found.append(unit.count)
+            continue
+        stays = unit.count if not size else min(unit.count, left // size)
+        left = left - stays * size if stays == unit.count else 0  # a run from the end, without holes
+        found.append(stays)
+    return found[::-1]
+
+
+def gathers_in_step(unit: UnitShape, staying: int, chosen: Row, mesh: Mesh, point: Point) -> GatherCounts:
+    """Of all `count` units together. With a pipeline they stay gathered over all micro-batches of a step."""
+    if not chosen.parameters.is_cut:
+        return GatherCounts(unit.count if chosen.refreshes_after_step else 0, 0)
+    if point.pipeline > 1:
+        return GatherCounts(unit.count, 0)
+    uses = point.accumulate * (2 * unit.count - staying)
+    if chosen.copy is None or mesh.ranks(chosen.copy) == mesh.data:
+        return GatherCounts(uses, 0)
+    return GatherCounts(unit.count, uses - unit.count)
+
+
+def reductions_in_step(chosen: Row, point: Point) -> int:
+    """Gradients that are cut as they come are reduced in every micro-batch, whole sums once."""
+    return point.accumulate if chosen.gradients.is_cut and point.pipeline == 1 else 1
+
+
+def group_name(placement: Placement, mesh: Mesh) -> str:
+    ranks = mesh.ranks(placement)
+    return ALL if ranks == mesh.data else placement.axes[0]
+
+
+def _gathers(
+    unit: UnitShape, staying: int, chosen: Row, mesh: Mesh, widths: Widths, point: Point
+) -> Iterator[Exchange]:
+    home = chosen.parameters if chosen.parameters.is_cut else chosen.optimizer
+    if not home.is_cut:
+        return
+    counts = gathers_in_step(unit, staying, chosen, mesh, point)
+    frozen = unit.frozen if chosen.parameters.is_cut else 0  # whole ones never change
+    for placement, times in ((home, counts.whole), (chosen.copy, counts.copies)):
+        if placement is not None and times:
+            # The layout is that of the shards, whoever gathers.
+            size = padded(unit, mesh.ranks(home), min(widths.compute, widths.master)) + frozen
+            ranks = mesh.ranks(placement)
+            yield Exchange("all_gather", group_name(placement, mesh), ranks, size, widths.compute, times)
+
+
+def _reductions(unit: UnitShape, chosen: Row, mesh: Mesh, widths: Widths, point: Point) -> Iterator[Exchange]:
+    times = unit.count * reductions_in_step(chosen, point)
+    owners = mesh.ranks(chosen.optimizer)
+    size = padded(unit, owners, min(widths.compute, widths.master))
+    if not chosen.reduces_to_owner:
+        yield Exchange("all_reduce", ALL, mesh.data, size, widths.reduction, times)
+        return
+    name = group_name(chosen.optimizer, mesh)
+    yield Exchange("reduce_scatter", name, owners, size, widths.reduction, times)
+    if chosen.reduces_across and mesh.groups > 1:
+        across = ALL if mesh.groups == mesh.data else ACROSS
+        # What was summed is averaged across groups in the dtype in which it is summed, once a step.
+        yield Exchange("all_reduce", across, mesh.groups, size / owners, widths.accumulation, unit.count)
+
+
+def model_exchanges(model: ModelShape, point: Point) -> Iterator[Exchange]:
+    """Activations between the devices that share a model."""
+    if point.tensor == point.pipeline == 1:
+        return
+    if model.hidden is None or model.layers is None:
+        raise ValueError(
+            f"{model.name}: tensor={point.tensor}, pipeline={point.pipeline} send activations, and only its number of "
+            "parameters is known; give layers and hidden, or leave both at 1"
+        )
+    itemsize = widths_of(point.precision).compute
+    size = point.micro_batch * model.tokens * model.hidden
+    if point.tensor > 1:
+        # After attention and after the MLP, forward and backward; a recomputed forward makes them again. With sequence
+        # parallelism each is a reduce-scatter and an all-gather, which send as much.
+        passes = 3 if point.checkpoint_every else 2
+        times = 2 * passes * point.accumulate * -(-model.layers // point.pipeline)
+        yield Exchange("all_reduce", TENSOR, point.tensor, size, itemsize, times)
+    if point.pipeline > 1:
+        # Outputs to the next stage, their gradients to the one before; the mean over stages: the ends send one of them.
+        sends = 2 * point.accumulate * (point.pipeline - 1) / point.pipeline
+        yield Exchange("send", PIPELINE, point.pipeline, size / point.tensor, itemsize, sends)

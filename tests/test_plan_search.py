@@ -1,0 +1,185 @@
+"""The search against trying every point."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+from tests.plan_models import H200, gpt, simple_memory
+
+from zerofold.placement import row
+from zerofold.plan.ground import ground_of
+from zerofold.plan.machine import GB, GIB, Link, Machine
+from zerofold.plan.point import Prediction
+from zerofold.plan.predict import predict
+from zerofold.plan.search import Search, SearchResult, search, states_fit
+from zerofold.plan.shape import ROOT, ModelShape, UnitShape
+from zerofold.plan.space import Space
+from zerofold.plan.times import times
+
+CLUSTER = replace(H200, name="cluster", devices=1024, device_memory=80 * GIB, host_memory=1000 * GIB, disk=8000 * GB)
+
+
+def by_trying_all(space: Space) -> list[Prediction]:
+    """Every point that fits, the fastest first; of equal ones the first in the space."""
+    found = []
+    for point in space.points():
+        memory = simple_memory(space.model, space.machine, point)
+        prediction = predict(space.model, space.machine, point, memory=memory)
+        if prediction.fits:
+            found.append(prediction)
+    return sorted(found, key=seconds_of_a_sample)  # stable
+
+
+def seconds_of_a_sample(prediction: Prediction) -> float:
+    return 1 / prediction.samples_per_second
+
+
+def searched(space: Space, wanted: int = 3) -> SearchResult:
+    return Search(space, simple_memory).run(wanted)
+
+
+def random_space(seed: int) -> Space:
+    """A small model on a small machine, of rates and memories from any corner."""
+    chance = random.Random(seed)
+    devices, per_node = chance.choice([1, 2, 4, 6, 8, 16]), chance.choice([1, 2, 4, 8])
+    layers = chance.choice([1, 2, 4, 6])
+    hidden = chance.choice([128, 256, 512])
+    model = gpt(
+        layers=layers,
+        hidden=hidden,
+        heads=chance.choice([1, 2, 4]),
+        vocab=chance.choice([64, 1000, 20_000]),
+        tokens=chance.choice([16, 128, 512]),
+        intervals=chance.choice([(0,), (0, 1), (1, 2)]),
+    )
+    if chance.random() < 0.15:
+        model = replace(model, activities=(), hidden=None)
+    states = 16 * model.parameters
+
+    def rate() -> Link:
+        return Link(rate=10 ** chance.uniform(7, 12), latency=10 ** chance.uniform(-7, -3))
+
+    machine = Machine(
+        name=f"machine {seed}",
+        devices=devices,
+        per_node=per_node,
+        device_memory=int(states * 10 ** chance.uniform(-1.5, 1.5)),
+        host_memory=int(states * 10 ** chance.uniform(-1.5, 1)),
+        disk=chance.choice([0, int(states * 10 ** chance.uniform(-1, 1.5))]),
+        flops=10 ** chance.uniform(10, 15),
+        flops_fp32=10 ** chance.uniform(10, 14),
+        memory_rate=10 ** chance.uniform(9, 13),
+        kernel_seconds=chance.choice([0, 1e-5]),
+        inside=rate(),
+        across=rate(),
+        to_host=rate(),
+        host_update=10 ** chance.uniform(6, 10),
+        disk_read=10 ** chance.uniform(6, 10),
+        disk_write=10 ** chance.uniform(6, 10),
+    )
+    return Space(
+        model=model,
+        machine=machine,
+        global_samples=chance.choice([None, devices * chance.choice([1, 2, 6, 8])]),
+        precision=chance.choice(["bf16", "fp32"]),
+        micro_batches=chance.choice([None, (1, 2, 8)]),
+    )
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(50, 500, 50))])
+def test_the_choice_is_that_of_trying_every_point(first: int) -> None:
+    chosen, nothing = set(), 0
+    for seed in range(first, first + 50):
+        space = random_space(seed)
+        space = replace(space, micro_batches=space.micro_batches or (1, 2, 4))
+        all_that_fit, found = by_trying_all(space), searched(space)
+        nothing += not all_that_fit
+        got = [each for each in (found.best, *found.runners_up) if each is not None]
+        assert [each.point for each in got] == [each.point for each in all_that_fit[:3]], seed
+        assert got == all_that_fit[:3], seed
+        assert found.tried + found.pruned == sum(1 for _ in space.points())
+        if found.best is not None:
+            chosen.add((found.best.point.stage, found.best.point.auto, found.best.point.tiers))
+    assert len(chosen) >= 8  # the machines differ enough to ask for different answers
+    assert nothing < 25
+
+
+def test_seventy_billion_on_1024_devices() -> None:
+    """What a person waits for; `test_the_choice_for_seventy_billion…` tries every point."""
+    space = Space(
+        model=gpt(layers=80, hidden=8192, heads=64, tokens=4096, intervals=(0, 1, 2, 4)),
+        machine=CLUSTER,
+        global_samples=2048,
+    )
+    start = time.perf_counter()
+    found = searched(space)
+    assert time.perf_counter() - start < 5
+    assert found.best is not None
+    assert found.best.fits
+    assert found.best.samples_per_second >= max(each.samples_per_second for each in found.runners_up)
+
+
+@pytest.mark.thorough
+def test_the_choice_for_seventy_billion_is_that_of_trying_every_point() -> None:
+    model = gpt(layers=80, hidden=8192, heads=64, tokens=4096, intervals=(0, 1, 2, 4))
+    for memory in (80 * GIB, 24 * GIB):
+        space = Space(model=model, machine=replace(CLUSTER, device_memory=memory), global_samples=2048)
+        everything = by_trying_all(space)
+        found = searched(space)
+        assert [found.best, *found.runners_up] == everything[:3]
+
+
+def test_a_quadrillion_parameters_on_a_hundred_thousand_devices() -> None:
+    """States of 1.6e16 bytes are 160 GB a device, so they cannot all be there."""
+    model = gpt(layers=5120, hidden=128_000, heads=1600, vocab=100_000, tokens=2048, intervals=(1,))
+    assert model.parameters > 1e15
+    machine = replace(H200, devices=100_000, host_memory=2000 * GIB, disk=60_000 * GB)
+    start = time.perf_counter()
+    found = search(model, machine, global_samples=100_000, memory_of=simple_memory)
+    assert time.perf_counter() - start < 5
+    assert found.best is not None
+    assert found.best.point.tensor * found.best.point.pipeline > 1  # a block alone has 0.4e12 bytes
+    assert row(found.best.point.stage).optimizer.is_cut
+
+
+def test_a_quadrillion_known_by_its_count_alone() -> None:
+    units = (UnitShape(name=ROOT, trained=10**9), UnitShape(name="block", trained=10**9, count=10**6))
+    model = ModelShape(name="count", units=units, tokens=2048)
+    machine = replace(H200, devices=100_000, host_memory=2000 * GIB, disk=60_000 * GB)
+    found = search(model, machine, global_samples=100_000, memory_of=simple_memory)
+    assert found.best is not None
+    assert found.best.point.auto or found.best.point.tiers.is_offloaded
+    smaller = search(model, replace(machine, host_memory=0, disk=0), global_samples=100_000, memory_of=simple_memory)
+    assert smaller.best is None
+
+
+def test_bounds_are_below_what_they_bound() -> None:
+    """On which the search rests: floors of time, and states that must fit."""
+    refused = 0
+    for seed in range(60):
+        space = random_space(seed)
+        space = replace(space, micro_batches=(1, 4))
+        for group in space.groups():
+            ground = ground_of(space.model, space.machine, group)
+            for point in space.members(group):
+                memory = simple_memory(space.model, space.machine, point)
+                taken = times(space.model, space.machine, point, memory, ground=ground)
+                assert taken.step >= ground.floor.seconds * (1 - 1e-9)
+                if not states_fit(ground, row(point.stage), point, space.machine):
+                    refused += 1
+                    assert not predict(space.model, space.machine, point, memory=memory).fits
+    assert refused > 1000
+
+
+def test_a_faster_wire_is_never_slower() -> None:
+    for seed in range(40):
+        space = random_space(seed)
+        slow = searched(space, 1).best
+        links = {name: replace(getattr(space.machine, name), rate=1e13) for name in ("inside", "across", "to_host")}
+        fast = searched(replace(space, machine=replace(space.machine, **links)), 1).best
+        if slow is not None:
+            assert fast is not None
+            assert fast.samples_per_second >= slow.samples_per_second * (1 - 1e-9)
