@@ -26,8 +26,8 @@ def build_app() -> typer.Typer:
     from zerofold.bench.update import bench_update_command
     from zerofold.checkpoint.commands import checkpoint_app
     from zerofold.launcher.command import CONTEXT_SETTINGS, launch_command
-    from zerofold.plan.command import plan_command
     from zerofold.observe.report import report_command
+    from zerofold.plan.command import plan_command
     from zerofold.train.command import train_command
     from zerofold.verify import verify_command
 

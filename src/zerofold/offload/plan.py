@@ -80,13 +80,14 @@ def place(units: Sequence[UnitSize], offload: Offload, budget: Budget, *, extra_
       host    5.5 of 32.0 GiB: optimizer 4.7, parameters 0.8, 26.5 left
       disk    not used: offload= has no 'path'
     """
-    found = _try(units, offload, budget, extra_device)
+    found = try_place(units, offload, budget, extra_device=extra_device)
     if found is None:
         raise OffloadError(_refusal(units, offload, budget, extra_device))
     return found
 
 
-def _try(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_device: int) -> Plan | None:
+def try_place(units: Sequence[UnitSize], offload: Offload, budget: Budget, *, extra_device: int = 0) -> Plan | None:
+    """The same for whoever can do without a reason: None where the states do not fit."""
     search = Search(units, offload, budget.disk is not None)
     reserves = _reserves(offload, budget)
     if len(reserves) > 1:
@@ -158,9 +159,8 @@ def _fitting(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_
     for wish in wishes:
         # A disk that nobody named may be of any size: what it must hold is said.
         disk = (budget.disk or 2**62) if "path" in wish else None
-        plan = _try(
-            units, replace(read_offload(wish), reserve=offload.reserve), replace(budget, disk=disk), extra_device
-        )
+        other = replace(read_offload(wish), reserve=offload.reserve)
+        plan = try_place(units, other, replace(budget, disk=disk), extra_device=extra_device)
         if plan is not None:
             extent = f"{_exact_gib(plan.used(Tier.DEVICE) + extra_device)} GiB on the device"
             extent += f", {_exact_gib(plan.used(Tier.HOST))} on the host"

@@ -9,7 +9,7 @@ from zerofold.placement import Tier, Tiers, row
 from zerofold.plan.machine import GB, Machine
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Point, Prediction
-from zerofold.plan.predicting import lacks
+from zerofold.plan.predict import lacks
 from zerofold.plan.shape import ModelShape
 
 _NEAR = 1.02  # times as long: not worth another row, whose states leave less room

@@ -10,10 +10,12 @@ from zerofold.placement import Tier, Tiers, row
 from zerofold.plan.advice import Advice, advise
 from zerofold.plan.configs import ds_config, native
 from zerofold.plan.held import ranks_of, widths_of
+from zerofold.plan.larger import next_larger
 from zerofold.plan.machine import Machine
 from zerofold.plan.point import Point, Prediction
-from zerofold.plan.predicting import Found, look, predict
+from zerofold.plan.predict import predict
 from zerofold.plan.presets import changed, preset
+from zerofold.plan.search import search
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.sources import from_function, from_hugging_face
 from zerofold.plan.states import StateBytes, elements_sent, paper_bytes
@@ -25,6 +27,16 @@ _HOST_OPTIMIZER = Tiers(Tier.HOST, Tier.HOST, Tier.DEVICE)
 _HOST_ALL = Tiers(Tier.HOST, Tier.HOST, Tier.HOST)
 _DISK_OPTIMIZER = Tiers(Tier.NVME, Tier.HOST, Tier.DEVICE)
 _DISK_ALL = Tiers(Tier.NVME, Tier.NVME, Tier.NVME)
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What comes out when batch, checkpoints and degrees are free."""
+
+    best: Prediction | None = None
+    tried: int = 0
+    larger: str = ""
+    """What the next larger model needs, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +53,7 @@ class Plan:
     offloaded: tuple[Prediction, ...]
     recommended: Prediction | None
     advice: Advice
-    searched: Found
-    """The fastest point when batch, checkpoints and degrees are free, and what the next larger model needs."""
+    searched: Searched
     paper: dict[str, float] = field(default_factory=dict)
     """The memory model of spec papers for a transformer, where its numbers are known."""
 
@@ -232,9 +243,19 @@ def plan(
         offloaded,
         recommended,
         advice,
-        look(shape, fleet, precision),
+        _search(shape, fleet, precision),
         _paper(shape, wanted),
     )
+
+
+def _search(model: ModelShape, machine: Machine, precision: str) -> Searched:
+    """Tensor and pipeline degrees are among what is searched; what the larger model needs is looked for without them,
+    since the engine has none."""
+    if not model.activities:
+        return Searched()
+    result = search(model, machine, precision=precision)
+    plain = replace(result, space=replace(result.space, tensor=(1,), pipeline=(1,)))
+    return Searched(result.best, result.tried, next_larger(model, machine, plain).sentence)
 
 
 def _on_device(wanted: Point) -> Iterator[Point]:

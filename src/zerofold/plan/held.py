@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zerofold.offload.budget import Budget
-from zerofold.offload.plan import OffloadError, place
+from zerofold.offload.plan import try_place
 from zerofold.offload.sizes import ByTier, UnitSize, bytes_of
 from zerofold.offload.wishes import AUTO, Offload
 from zerofold.placement import INSIDE, Row, Tier, Tiers, row
@@ -22,6 +22,7 @@ UPDATE_RING = 17 * 2**26
 """Bytes of the device: four chunks of 2**24 parameters on their way through it, where their states live elsewhere."""
 STEP_BYTES = 4
 """Of the number of steps that an optimizer keeps for each parameter."""
+_MOST_PLACED = 64
 IN_FLIGHT = 2
 """Chunks of gradients on the wire at once, as in `zerofold.reduce`."""
 
@@ -218,26 +219,48 @@ def by_tier(
 def _auto(
     units: Sequence[HeldUnit], ranks: Ranks, machine: Machine, taken: int, activations: int
 ) -> dict[int, dict[Tiers, int]]:
-    """How many of each unit go where, by the rule that the engine uses; all to the host, where nothing fits."""
-    named = [(f"{index}.{number}", index) for index, unit in enumerate(units) for number in range(unit.shape.count)]
-    sizes = [replace(units[index].size, name=name) for name, index in named]
-    on_cpu = machine.kind == "cpu"
+    """How many of each unit go where, by the rule that the engine uses; all to the host, where nothing fits.
+
+    Of very many equal units some are placed together: the engine's choice may differ by less than so many.
+    """
+    away = Tiers(Tier.HOST, Tier.HOST, Tier.HOST if ranks.placed.parameters.is_cut else Tier.DEVICE)
+    everything_away = {index: {away: unit.shape.count} for index, unit in enumerate(units)}
+    least = sum(_bytes(bytes_of(unit.size, away), Tier.DEVICE) * unit.shape.count for unit in units)
+    if taken + activations + least > machine.device_memory:
+        return everything_away
+    sizes, of_unit = [], {}
+    for index, unit in enumerate(units):
+        count, places = unit.shape.count, min(unit.shape.count, _MOST_PLACED)
+        for place in range(places):
+            together = count * (place + 1) // places - count * place // places
+            name = f"{index}.{place}"
+            of_unit[name] = index, together
+            size = unit.size
+            sizes.append(
+                replace(
+                    size,
+                    name=name,
+                    trained=size.trained * together,
+                    frozen=size.frozen * together,
+                    gathered_bytes=size.gathered_bytes * together,
+                )
+            )
     budget = Budget(
         machine.device_memory,
         machine.host_memory // ranks.on_node,
         machine.disk // ranks.on_node if machine.disk else None,
-        one_memory=on_cpu,
+        one_memory=machine.kind == "cpu",
     )
-    path = "disk" if machine.disk else None
-    wish = Offload(optimizer=AUTO, parameters=AUTO, path=path, reserve=activations)
-    whole = not ranks.placed.parameters.is_cut
-    try:
-        tiers = place(sizes, wish, budget, extra_device=taken).tiers
-    except OffloadError:
-        all_away = Tiers(Tier.HOST, Tier.HOST, Tier.DEVICE if whole else Tier.HOST)
-        tiers = dict.fromkeys((name for name, _ in named), all_away)
+    wish = Offload(optimizer=AUTO, parameters=AUTO, path="disk" if machine.disk else None, reserve=activations)
+    plan = try_place(sizes, wish, budget, extra_device=taken)
+    if plan is None:
+        return everything_away
     found: dict[int, dict[Tiers, int]] = {}
-    for name, index in named:
+    for name, (index, together) in of_unit.items():
         times = found.setdefault(index, {})
-        times[tiers[name]] = times.get(tiers[name], 0) + 1
+        times[plan.tiers[name]] = times.get(plan.tiers[name], 0) + together
     return found
+
+
+def _bytes(by_tier: ByTier, tier: Tier) -> int:
+    return sum(by_tier[tier].values())

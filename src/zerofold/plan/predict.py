@@ -62,7 +62,7 @@ def lacks(memory: Memory, machine: Machine) -> str:
     """
     ranks = node_ranks(machine)
     wanted = (
-        ("device memory", memory.device_peak, machine.device_memory),
+        ("device memory", memory.device_need, machine.device_memory),
         ("host memory of a node", ranks * sum(memory.host.values()), machine.host_memory),
         ("disk of a node", ranks * sum(memory.disk.values()), machine.disk),
     )
