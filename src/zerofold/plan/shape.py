@@ -80,6 +80,9 @@ class Moment:
     work: Work
     repeats: int = 1
     growth: PerSample = PerSample()
+    gradients: float | None = None
+    """Bytes of parameters' gradients beside `alive` at its most: as autograd makes them, from when they are made until
+    their unit has all of its own. A traced model's; None where nobody looked, and then a whole unit's may be there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,8 @@ class ModelShape:
     hidden: int | None = None
     heads: int | None = None
     vocab: int | None = None
+    buffers: int = 0
+    """Bytes of the model's buffers, which every rank has whole."""
     notes: tuple[str, ...] = field(default=())
     """What was assumed, for a person to read."""
 
