@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -9,28 +10,32 @@ from typing import Any
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from zerofold.dealing import choose_dtypes, split
+from zerofold.precision import policy_of
 from zerofold.units import assign, find_units
 
 
 def peak_of_step(model: nn.Module, batch: Callable[[], Any]) -> int:
-    """The most bytes beside the parameters. Gradients go as in the engine: when their unit has all of them."""
-    units = find_units(model, None)
-    kept: dict[str, list[Tensor]] = {}
+    """The most bytes beside the parameters. Gradients go as in the engine: the last two slabs are on the wire."""
+    assigned = assign(model, find_units(model, None))
+    choose_dtypes(model, assigned, policy_of("fp32"))
+    slabs = [slab for name, entries in assigned.items() for slab in split(name, entries)]
+    wire: deque[list[Tensor]] = deque(maxlen=2)
     handles = []
 
-    def arrived(unit: str, waiting: set[Tensor], parameter: Tensor) -> None:
+    def arrived(kept: list[Tensor], waiting: set[Tensor], parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        kept.setdefault(unit, []).append(gradient)
+        kept.append(gradient)
         waiting.discard(parameter)
         if not waiting:
-            kept[unit].clear()
+            wire.append([*kept])
+            kept.clear()
 
-    for unit, entries in assign(model, units).items():
-        trained = [entry.parameter for entry in entries if entry.parameter.requires_grad]
-        waiting = set(trained)
-        for parameter in trained:
-            handles.append(parameter.register_post_accumulate_grad_hook(partial(arrived, unit, waiting)))
+    for slab in slabs:
+        waiting = {entry.parameter for entry in slab if entry.parameter.requires_grad}
+        hook = partial(arrived, [], waiting)
+        handles += [parameter.register_post_accumulate_grad_hook(hook) for parameter in [*waiting]]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         example = batch()
         output = model(**example) if isinstance(example, Mapping) else model(*example)

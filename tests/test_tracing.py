@@ -32,7 +32,7 @@ def one_thread() -> Any:
 
 
 def peak(activity: Activity, samples: int) -> float:
-    return max(moment.alive.at(samples) + (moment.gradients or 0) for moment in activity.moments)
+    return max(moment.alive.at(samples) + (moment.gradients or 0) + moment.sent for moment in activity.moments)
 
 
 def gpt_batch(samples: int) -> Callable[[], Any]:

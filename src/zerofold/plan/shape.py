@@ -81,8 +81,10 @@ class Moment:
     repeats: int = 1
     growth: PerSample = PerSample()
     gradients: float | None = None
-    """Bytes of parameters' gradients beside `alive` at its most: as autograd makes them, from when they are made until
-    their unit has all of its own. A traced model's; None where nobody looked, and then a whole unit's may be there."""
+    """Bytes of parameters' gradients beside `alive`: as autograd makes them, until their slab has all of its own. Of a
+    traced model, at the instant when all is most; None where nobody looked: a whole unit's may be there then."""
+    sent: float = 0
+    """And of slabs before it that are still on their way to other ranks, where there are any: see `zerofold.reduce`."""
 
 
 @dataclass(frozen=True, kw_only=True)

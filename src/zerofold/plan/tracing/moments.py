@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,21 +15,24 @@ from zerofold.plan.tracing.recording import (
     Kernel,
     Made,
     Recording,
-    UnitComplete,
+    SlabComplete,
 )
 
 
 class Instant(NamedTuple):
-    """While one kernel ran: bytes of activations, and of gradients of parameters that wait for their unit's others."""
+    """While one kernel ran: bytes of activations, and of gradients of parameters as autograd made them."""
 
     alive: float
     gradients: float
+    """That wait for the others of their slab."""
+    sent: float
+    """That are on their way to other ranks, where there are any."""
     logits: float
     """Of the activations: whose last dimension is the vocabulary's."""
 
     @property
     def total(self) -> float:
-        return self.alive + self.gradients
+        return self.alive + self.gradients + self.sent
 
 
 @dataclass
@@ -52,10 +56,11 @@ class Stretch:
 
 def read(recording: Recording, vocabulary: int | None) -> list[Stretch]:
     """Goes through a log and adds up. Gradients of parameters are no activations from the moment they are made."""
-    gradients = {event.storage: event.unit for event in recording.events if isinstance(event, BecameGradient)}
+    gradients = {event.storage: event.slab for event in recording.events if isinstance(event, BecameGradient)}
     sizes: dict[int, Made] = {}
     alive = waiting = of_logits = 0.0
     waits: dict[int, float] = {}
+    wire = _Wire()
     stretches: list[Stretch] = []
     for event in recording.events:
         match event:
@@ -72,17 +77,39 @@ def read(recording: Recording, vocabulary: int | None) -> list[Stretch]:
                 if storage not in gradients:  # those stay until their unit is complete
                     alive -= made.nbytes
                     of_logits -= made.nbytes if made.last == vocabulary else 0
-            case UnitComplete(unit):
-                waiting -= waits.pop(unit, 0)
+            case SlabComplete(slab, chunks):
+                complete = waits.pop(slab, 0)
+                waiting -= complete
+                wire.send(slab, complete, chunks)
             case Entered(phase, unit):
                 if not stretches or (stretches[-1].phase, stretches[-1].unit) != (phase, unit):
                     stretches.append(Stretch(phase, unit))
             case Kernel(scratch, flops, moved, is_kernel):
                 now = stretches[-1]
-                now.instants.append(Instant(alive + scratch, waiting, of_logits))
+                now.instants.append(Instant(alive + scratch, waiting, wire.nbytes, of_logits))
                 now.flops, now.moved, now.kernels = now.flops + flops, now.moved + moved, now.kernels + is_kernel
         stretches[-1].left = alive
     return _merged([stretch for stretch in stretches if stretch.instants])
+
+
+class _Wire:
+    """Slabs whose reduction is under way: as in `zerofold.reduce`, a slab goes in chunks, of which the last two have
+    not been waited for; each keeps all gradients of its slab."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[int] = deque(maxlen=_IN_FLIGHT)
+        self._sizes: dict[int, float] = {}
+
+    def send(self, slab: int, nbytes: float, chunks: int) -> None:
+        self._sizes[slab] = nbytes
+        self._chunks.extend([slab] * chunks)
+
+    @property
+    def nbytes(self) -> float:
+        return sum(self._sizes[slab] for slab in set(self._chunks))
+
+
+_IN_FLIGHT = 2
 
 
 def _merged(stretches: list[Stretch]) -> list[Stretch]:
@@ -110,10 +137,11 @@ class Line(NamedTuple):
 
     alive: PerSample
     gradients: float
+    sent: float
     logits: PerSample
 
     def at(self, samples: float) -> float:
-        return self.alive.at(samples) + self.gradients
+        return self.alive.at(samples) + self.gradients + self.sent
 
 
 @dataclass(frozen=True)
@@ -134,7 +162,7 @@ class Fitted:
             and abs(self.unit - other.unit) == 1
             and self.work == other.work
             and len(self.lines) == len(other.lines)
-            and all(mine.gradients == its.gradients for mine, its in zip(self.lines, other.lines, strict=True))
+            and all(mine[1:3] == its[1:3] for mine, its in zip(self.lines, other.lines, strict=True))
         )
 
     def steps_from(self, other: Fitted) -> tuple[PerSample, ...]:
@@ -154,7 +182,7 @@ def fit(smaller: Sequence[Stretch], larger: Sequence[Stretch], samples: tuple[in
     fitted = []
     for low, high in zip(smaller, larger, strict=True):
         lines = [
-            Line(line(a.alive, b.alive), a.gradients, line(a.logits, b.logits))
+            Line(line(a.alive, b.alive), a.gradients, a.sent, line(a.logits, b.logits))
             for a, b in zip(low.instants, high.instants, strict=True)
         ]
         work = Work(line(low.flops, high.flops), line(low.moved, high.moved), low.kernels)
@@ -237,6 +265,7 @@ def moments(fitted: Sequence[Fitted], groups: Sequence[int]) -> tuple[Moment, ..
                     unit=groups[largest.unit],
                     alive=line.alive,
                     gradients=line.gradients,
+                    sent=line.sent,
                     work=largest.work if number == 0 else Work(),
                     repeats=len(row),
                     growth=growth,

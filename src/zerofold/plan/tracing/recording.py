@@ -49,19 +49,20 @@ class Entered(NamedTuple):
 
 
 class BecameGradient(NamedTuple):
-    """A storage turns out to be the gradient of a parameter of this unit."""
+    """A storage turns out to be the gradient of a parameter of this slab."""
 
     storage: int
-    unit: int
+    slab: int
 
 
-class UnitComplete(NamedTuple):
-    """All gradients of this unit have arrived, and the engine lets go of them."""
+class SlabComplete(NamedTuple):
+    """All gradients of this slab have arrived, and the engine sends them to the other ranks, in so many chunks."""
 
-    unit: int
+    slab: int
+    chunks: int
 
 
-Event = Made | Dropped | Kernel | Entered | BecameGradient | UnitComplete
+Event = Made | Dropped | Kernel | Entered | BecameGradient | SlabComplete
 
 
 @dataclass

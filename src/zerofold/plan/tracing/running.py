@@ -19,13 +19,15 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from zerofold.boundary import Boundary
+from zerofold.entry import dtypes_of
 from zerofold.loss_scale import LossScaler
 from zerofold.nested import map_tensors, tensors_in
 from zerofold.plan.shape import Phase
 from zerofold.plan.tracing.kernels import DeviceKernels
-from zerofold.plan.tracing.recording import BecameGradient, Entered, Recorder, Recording, UnitComplete
+from zerofold.plan.tracing.recording import BecameGradient, Entered, Recorder, Recording, SlabComplete
 from zerofold.plan.tracing.shadow import Shadow
 from zerofold.precision import Precision
+from zerofold.prepare import DEFAULT_BUFFER_BYTES
 from zerofold.schedule import in_backward
 
 Loss = Callable[[Any], Tensor]
@@ -70,7 +72,6 @@ def record(
         boundary.remove()
         for handle in handles:
             handle.remove()
-    recording.events.extend(UnitComplete(unit) for unit in range(len(shadow.units) + 1))
     return recording
 
 
@@ -157,21 +158,21 @@ def _watching(shadow: Shadow, recorder: Recorder, recording: Recording) -> Itera
         handles.append(module.register_forward_pre_hook(partial(before, number), with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(partial(after, number), always_call=True))
 
-    def arrived(unit: int, waiting: set[Tensor], parameter: Tensor) -> None:
+    def arrived(slab: int, chunks: int, waiting: set[Tensor], parameter: Tensor) -> None:
         # As the engine does: taken at once, so that the next gradient finds nothing to be added to.
         gradient, parameter.grad = parameter.grad, None
         number = None if gradient is None else recorder.number_of(gradient)
         if number is not None:
-            log(BecameGradient(number, unit))
+            log(BecameGradient(number, slab))
         waiting.discard(parameter)
         if not waiting:
-            log(UnitComplete(unit))
+            log(SlabComplete(slab, chunks))
 
-    for number, name in enumerate(("", *shadow.units)):
-        trained = [entry.parameter for entry in shadow.entries[name] if entry.parameter.requires_grad]
-        waiting: set[Tensor] = set(trained)
-        for parameter in trained:
-            handles.append(parameter.register_post_accumulate_grad_hook(partial(arrived, number, waiting)))
+    for number, slab in enumerate(shadow.slabs):
+        waiting: set[Tensor] = {entry.parameter for entry in slab if entry.parameter.requires_grad}
+        sent = sum(parameter.numel() for parameter in waiting) * dtypes_of(slab[0]).reduction.itemsize
+        hook = partial(arrived, number, -(-sent // DEFAULT_BUFFER_BYTES), waiting)
+        handles += [parameter.register_post_accumulate_grad_hook(hook) for parameter in [*waiting]]
     try:
         yield
     finally:

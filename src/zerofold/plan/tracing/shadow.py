@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+from zerofold.dealing import choose_dtypes, split
+from zerofold.entry import dtypes_of
 from zerofold.nested import tensors_in
 from zerofold.precision import Precision
 from zerofold.units import UnitChoice, assign, find_units
 
 
 class Shadow:
-    """The copy, its units and the parameters of each. The root is unit 0."""
+    """The copy, its units and the slabs that the engine would make of their parameters. The root is unit 0."""
 
     def __init__(self, model: nn.Module, choice: UnitChoice, policy: Precision) -> None:
         units = find_units(model, choice)
@@ -31,12 +33,10 @@ class Shadow:
         modules = dict(self.model.named_modules())
         self.units: dict[str, nn.Module] = {name: modules[name] for name in units}
         self.entries = assign(self.model, self.units)
-        kept = {inner for module in policy.kept_modules(self.model) for inner in module.modules()}
-        for entries in self.entries.values():
-            for entry in entries:
-                is_kept = any(site in kept or policy.keeps(entry.name, entry.parameter) for site, _ in entry.sites)
-                entry.parameter.data = entry.parameter.data.to(policy.dtypes(entry.parameter, is_kept=is_kept).compute)
-
+        choose_dtypes(self.model, self.entries, policy)
+        self.slabs = [slab for name, entries in self.entries.items() for slab in split(name, entries)]
+        for entry in (entry for slab in self.slabs for entry in slab):
+            entry.parameter.data = entry.parameter.data.to(dtypes_of(entry).compute)
         self.states = [*self.model.parameters(), *self.model.buffers()]
 
     def checkpoint_every(self, interval: int) -> list[nn.Module]:

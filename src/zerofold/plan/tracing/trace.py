@@ -117,7 +117,7 @@ def _activity(
 
 
 def _check_single(single: Sequence[Stretch], fitted: Sequence[Moment], interval: int, notes: list[str]) -> None:
-    expected = max(moment.alive.at(1) + (moment.gradients or 0) for moment in fitted)
+    expected = max(moment.alive.at(1) + (moment.gradients or 0) + moment.sent for moment in fitted)
     found = max(instant.total for stretch in single for instant in stretch.instants)
     if abs(found - expected) > max(NOTED * expected, ROUNDING):
         notes.append(
