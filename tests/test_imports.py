@@ -85,6 +85,9 @@ ROOMS = [
     "launcher",
     "train",
     "bench",
+    "simulation.models",  # what is simulated from the command line: the benches' GPT among others
+    "simulation.curves",
+    "simulation.command",
     "verify",
     "cli",
     "__main__",

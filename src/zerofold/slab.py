@@ -193,8 +193,7 @@ class Slab:
     def _deal_out(self, flat: Tensor) -> None:
         groups, bounds = self.home.groups, self.layout.bounds
         if not self.home.row.has_owners:
-            pieces = list(flat.chunk(self.comm.size)) if self.comm.rank == 0 else None
-            self.comm.scatter(self._shard, pieces, 0, unit=self.unit).wait()
+            self.comm.deal(self._shard, flat if self.comm.rank == 0 else None, 0, unit=self.unit).wait()
         else:  # shards of different lengths
             self.comm.broadcast(flat, 0, unit=self.unit).wait()
             self._shard.copy_(flat[bounds[self.comm.rank] : bounds[self.comm.rank + 1]])
@@ -405,20 +404,19 @@ class Slab:
 
     def _face(self, index: int) -> ShardedParameter:
         entry, is_replicated = self.entries[index], not self.home.row.optimizer.is_cut
-        places = [0 if is_replicated else rank for rank in range(self.comm.size)]
-        pieces = [self.layout.pieces(place)[index] for place in places]
+        piece = self.layout.pieces(0 if is_replicated else self.comm.rank)[index]
+        everywhere = ((piece.start, piece.stop),) * self.comm.size
         spec = ShardSpec(
             entry.name,
             self.unit,
             entry.parameter.shape,
-            tuple((piece.start, piece.stop) for piece in pieces),
+            everywhere if is_replicated else self.layout.ranges(index),
             self.comm,
             has_owner=self.home.row.has_owners,
             step=self.home.step,
             is_replicated=is_replicated,
             device=self.home.device if self.tiers.is_offloaded else None,
         )
-        piece = pieces[self.comm.rank]
         local = spec.shaped(self._shard[piece.shard_start : piece.shard_stop])
         face = ShardedParameter(local, spec, requires_grad=entry.parameter.requires_grad)
         if entry.face is None:
