@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "zerofold"
 
 # In dependency order: the first imports none of the others, each may import those before it.
 ROOMS = [
+    "timing",
     "placement",
     "loss_scale",
     "samples",
@@ -53,6 +54,9 @@ ROOMS = [
     "offloading",
     "engine",
     # The ledger reads its numbers off the engine; the rest of observe, which shows them, stands further down.
+    "observe.timeline",
+    "observe.states",
+    "observe.recording",
     "observe.ledger",
     "state_dicts",
     "observe.out_of_memory",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofold.comm import Comm, Traffic
+from zerofold.comm import CONTROL, Comm, Traffic
 from zerofold.placement import ACROSS, AXES, INSIDE, Row
 
 
@@ -90,7 +90,7 @@ def make_control(mesh: DeviceMesh | None, *, overlap: bool) -> Comm:
     In a fake world (torch's, for measuring one rank of many alone) nobody would answer it, so it is fake too.
     """
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
-    return Comm(_new_group(mesh, AXES, backend), torch.device("cpu"), Traffic(), overlap=overlap, name="control")
+    return Comm(_new_group(mesh, AXES, backend), torch.device("cpu"), Traffic(), overlap=overlap, name=CONTROL)
 
 
 def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup]) -> None:
