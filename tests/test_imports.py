@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "zerofold"
 # In dependency order: the first imports none of the others, each may import those before it.
 ROOMS = [
     "timing",
+    "observe.hints",
     "placement",
     "loss_scale",
     "samples",
@@ -69,6 +70,7 @@ ROOMS = [
     "parallel",
     "checkpoint",
     "config",
+    "observe.monitors",  # the writers that a config may ask for
     "compat.schedule",
     "compat.one_cycle",
     "compat.schedulers",
