@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofold.comm import ALONE, Comm, Traffic
+from zerofold.comm import ALONE, CONTROL, Comm, Traffic
 from zerofold.placement import ACROSS, AXES, INSIDE, Row
 
 
@@ -91,7 +91,7 @@ def make_control(mesh: DeviceMesh | None, *, overlap: bool) -> Comm:
     that kind too.
     """
     backend = dist.get_backend() if dist.get_backend() in ALONE else "gloo"
-    return Comm(_new_group(mesh, AXES, backend), torch.device("cpu"), Traffic(), overlap=overlap, name="control")
+    return Comm(_new_group(mesh, AXES, backend), torch.device("cpu"), Traffic(), overlap=overlap, name=CONTROL)
 
 
 def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup]) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from zerofold.comm import Comm, Handle
 from zerofold.layout import Chunk, FlatLayout
 from zerofold.memory import BufferPool
+from zerofold.timing import REDUCE
 
 _IN_FLIGHT = 2  # one being filled or summed while one is on the wire
 
@@ -54,7 +55,7 @@ class Reducer:
 
     def all_reduce(self, flat: Tensor, *, unit: str) -> None:
         """Averages `flat`, already divided by N, in place on every rank."""
-        handle = self.comm.all_reduce(flat, unit=unit)
+        handle = self.comm.all_reduce(flat, unit=unit, purpose=REDUCE)
         self._pending.append(handle.wait)  # in place, no buffer: any number may be in flight
 
     def start(self, reduction: Reduction) -> None:
@@ -112,7 +113,7 @@ class Reducer:
         """Every group has added its own mean. What was there before is the same in all, so averaging keeps it."""
         assert self.across is not None
         mean = part.to(self.across.device).mul_(1 / self.across.size)  # the part itself, unless it is on the host
-        handle = self.across.all_reduce(mean, unit=unit)
+        handle = self.across.all_reduce(mean, unit=unit, purpose=REDUCE)
 
         def finish() -> None:
             handle.wait()
@@ -162,7 +163,7 @@ class Reducer:
         buffer = self.pool.take(chunk.widths[0], reduction.wire, self.comm.device)
         mean = buffer[: chunk.widths[0]]
         _pack(mean, reduction, 0, chunk, before)
-        handle = self.comm.all_reduce(mean, unit=reduction.unit)
+        handle = self.comm.all_reduce(mean, unit=reduction.unit, purpose=REDUCE)
         return _Arriving(handle, _adder(mean, after), [buffer])
 
 

@@ -45,6 +45,7 @@ class Slab:
 
     def __init__(self, unit: str, entries: list[Entry], home: Home) -> None:
         self.unit, self.entries, self.home, self.comm = unit, entries, home, home.groups.gather
+        self.clock = self.comm.traffic.clock
         for entry in entries:
             regain(entry.parameter, values=entry.source is None)
         self.parameters: list[Tensor] = [entry.parameter for entry in entries]
@@ -243,7 +244,7 @@ class Slab:
             return self._read(self.resident, update)
         with transfers.up():
             if update is not None:
-                update.wait()
+                self._wait_for(update)
             if not is_written:
                 self._bring(self.own_slice(self.values))
             return self._gather_from_all() or transfers.done()
@@ -251,7 +252,7 @@ class Slab:
     def _read(self, resident: Tensor, update: Update | None) -> FromFile:
         """The file is read while other units compute; who needs the parameters brings them to the device."""
         if update is not None:
-            update.wait()
+            self._wait_for(update)
         if self._resident_version != self.version:
             resident.copy_(self.shard)
             self.home.memory.written(resident)
@@ -268,6 +269,14 @@ class Slab:
             return done
 
         return FromFile(self.home.memory, resident, arrive)
+
+    def _wait_for(self, update: Update) -> None:
+        tape = self.clock.tape
+        if tape is None:
+            update.wait()
+            return
+        with tape.spent(update.waits_for, self.unit):
+            update.wait()
 
     def _bring(self, target: Tensor) -> None:
         source = self._shard if self.resident is None or self._resident_is_lent else self.resident
