@@ -11,6 +11,7 @@ Importing torch takes seconds, so ranks are forked from this process, which has 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -32,6 +33,7 @@ from zerofold.checkpoint.manifest import TEMPORARY, candidates
 from zerofold.checkpoint.native import read_native, verify_native
 from zerofold.train import loop
 from zerofold.train.gpt import GPTConfig
+from zerofold.train.loop import MEASURED
 from zerofold.train.options import METRICS_FILE, TrainOptions
 
 WORLD, STEPS, SAVE_EVERY = 2, 40, 2
@@ -114,14 +116,14 @@ class Run:
 
     def outcome(self) -> tuple[list[str], dict[str, bytes]]:
         """What must be the same whether it was killed or not."""
-        lines = (self.out / METRICS_FILE).read_text().splitlines()
-        timed = r'"(seconds|tokens_per_second)": [^,]+, |"(comm|state)_bytes": \{[^}]*\}, '
+        lines = [json.loads(line) for line in (self.out / METRICS_FILE).read_text().splitlines()]
+        timed = {"seconds", "tokens_per_second", "comm_bytes", "state_bytes", *MEASURED}
         contents = read_native(self.out / "checkpoints")
         stored = {f"model {name}": tensor for name, tensor in contents.tensors.items()}
         for name, states in contents.optimizers[0].states.items():
             stored |= {f"{state} of {name}": held for state, held in states.items() if hasattr(held, "read")}
         tensors = {k: t.read(0, torch.Size(t.shape).numel()).numpy().tobytes() for k, t in stored.items()}
-        return [re.sub(timed, "", line) for line in lines], tensors
+        return [str({name: line[name] for name in line if name not in timed}) for line in lines], tensors
 
 
 def kill_loop(kills: int, seed: int, folder: Path) -> Tally:

@@ -10,6 +10,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "zerofold"
 
 # In dependency order: the first imports none of the others, each may import those before it.
 ROOMS = [
+    "timing",
+    "observe.hints",
     "placement",
     "loss_scale",
     "samples",
@@ -53,6 +55,9 @@ ROOMS = [
     "offloading",
     "engine",
     # The ledger reads its numbers off the engine; the rest of observe, which shows them, stands further down.
+    "observe.timeline",
+    "observe.states",
+    "observe.recording",
     "observe.ledger",
     "state_dicts",
     "observe.out_of_memory",
@@ -65,6 +70,7 @@ ROOMS = [
     "parallel",
     "checkpoint",
     "config",
+    "observe.monitors",  # the writers that a config may ask for
     "compat.schedule",
     "compat.one_cycle",
     "compat.schedulers",
@@ -87,6 +93,9 @@ ROOMS = [
     "launcher",
     "train",
     "bench",
+    "simulation.models",  # what is simulated from the command line: the benches' GPT among others
+    "simulation.curves",
+    "simulation.command",
     "verify",
     "cli",
     "__main__",

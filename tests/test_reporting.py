@@ -15,8 +15,8 @@ from torch import nn
 
 from zerofold.compat.flops import FlopsCounter, flops_report
 from zerofold.compat.initialize import initialize
-from zerofold.compat.monitors import make_writers
 from zerofold.config import ConfigError, FileMonitor, FlopsProfiler
+from zerofold.observe.monitors import make_writers
 
 STEPS, WIDTH = 4, 16
 
@@ -102,7 +102,7 @@ def test_the_flops_table_keeps_to_its_depth_and_its_best(capsys: Any) -> None:
 
 
 def test_a_resumed_run_goes_on_in_its_files(tmp_path: Path) -> None:
-    from zerofold.compat.monitors import CsvWriter, Event
+    from zerofold.observe.monitors import CsvWriter, Event
 
     for samples in (8, 16):
         CsvWriter(FileMonitor("csv_monitor", str(tmp_path), "run")).write([Event("Train/Samples/lr", 0.1, samples)])

@@ -25,7 +25,8 @@ from zerofold.train.loop import Result, Training, train
 from zerofold.train.options import TrainOptions
 
 TINY = GPTConfig(layers=2, hidden=32, heads=2, seq=32)
-BY_THE_CLOCK = {"seconds", "tokens_per_second", "comm_bytes", "state_bytes"}
+MEASURED = {"step_seconds", "mfu", "time", "peak_bytes"}
+BY_THE_CLOCK = MEASURED | {"seconds", "tokens_per_second", "comm_bytes", "state_bytes"}
 
 
 class Crash(Exception):

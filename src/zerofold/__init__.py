@@ -14,6 +14,7 @@ from zerofold.compat.initialize import add_config_arguments, initialize
 from zerofold.join import join
 from zerofold.loss_scale import LossScale, LossScaleError
 from zerofold.observe.out_of_memory import explain_oom
+from zerofold.observe.run import Run
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
 from zerofold.park import offload_states, reload_states
@@ -37,6 +38,7 @@ __all__ = [
     "LossScaleError",
     "Precision",
     "ReplicaError",
+    "Run",
     "Samples",
     "Saving",
     "ShardedParameter",

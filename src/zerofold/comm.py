@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerofold.timing import GATHER, OTHER, REDUCE, Clock, Stamp, Tape
+
 # torch 2.13 renamed the single-tensor forms; 2.11 has only the old names.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -31,6 +33,11 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 # slices; asking again after one that was too short costs nothing and breaks nothing.
 _SLICE = timedelta(seconds=0.5)
 _REMEMBERED = 64
+# Groups in which one process stands for all ranks: torch's fake one, and the simulator's, which takes time.
+ALONE = ("fake", "modelled")
+CONTROL = "control"
+"""The group of agreements."""
+_PURPOSES = {"all_gather": GATHER, "broadcast": GATHER, "reduce_scatter": REDUCE, "reduce": REDUCE}
 
 
 class CommError(RuntimeError):
@@ -84,6 +91,7 @@ class Call:
     nbytes: int = 0  # of the whole, the same on every rank
     root: int | None = None  # who sends, where one rank alone does
     started: float = 0.0  # on time.monotonic()'s clock
+    purpose: str = OTHER  # what waiting for it counts as
 
     def __str__(self) -> str:
         return f"#{self.number} {self.operation}({self.unit}, {self.elements}){'' if self.done else ' unfinished'}"
@@ -99,18 +107,22 @@ class Traffic:
 
     elements: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     bytes: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    group_bytes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    sent: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    """Bytes by operation and group."""
+    counts: defaultdict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    """Calls by operation and group."""
     calls: deque[Call] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     number: int = 0
     last_started: float = 0.0  # on time.monotonic()'s clock
+    clock: Clock = field(default_factory=Clock)
+    """Of the engine whose traffic it is."""
 
     def record(self, operation: str, unit: str, group: str, sent: float, itemsize: int) -> Call:
         self.number += 1
         self.elements[operation, unit] += sent
         self.bytes[operation, unit] += sent * itemsize
-        self.group_bytes[group] += sent * itemsize
-        self.counts[operation] += 1
+        self.sent[operation, group] += sent * itemsize
+        self.counts[operation, group] += 1
         self.last_started = time.monotonic()
         call = Call(self.number, operation, unit, round(sent), started=self.last_started)
         self.calls.append(call)
@@ -123,7 +135,16 @@ class Traffic:
         return {operation: round(sent) for operation, sent in total.items()}
 
     def bytes_by_group(self) -> dict[str, int]:
-        return {group: round(sent) for group, sent in self.group_bytes.items()}
+        total: defaultdict[str, float] = defaultdict(float)
+        for (_, group), sent in self.sent.items():
+            total[group] += sent
+        return {group: round(sent) for group, sent in total.items()}
+
+    def calls_by_operation(self) -> dict[str, int]:
+        total: defaultdict[str, int] = defaultdict(int)
+        for (operation, _), calls in self.counts.items():
+            total[operation] += calls
+        return dict(total)
 
     def last(self, count: int = 4) -> str:
         return ", ".join(str(call) for call in list(self.calls)[-count:])
@@ -154,8 +175,38 @@ class Handle:
 
     def __init__(self, comm: Comm, call: Call, works: Sequence[Any]) -> None:
         self._comm, self.call, self._works = comm, call, works
+        self._begun: Stamp = None
+        self._ended: float | None = None
+        tape = comm.traffic.clock.tape
+        if tape is not None and tape.traces and works:
+            self._begun = tape.stamp()
+            for work in works if comm.is_gloo else ():
+                work.get_future().add_done_callback(self._note_end)
+
+    @property
+    def waits_for(self) -> str:
+        return self.call.purpose
 
     def wait(self) -> None:
+        tape = self._comm.traffic.clock.tape
+        if tape is None or not self._works:
+            self._wait()
+        else:
+            self._wait_on(tape)
+
+    def _wait_on(self, tape: Tape) -> None:
+        call = self.call
+        with tape.spent(call.purpose, call.unit):
+            self._wait()
+        if self._begun is not None:
+            tape.on_wire(call.purpose, call.unit, self._begun, call.nbytes, self._ended)
+            self._begun = None
+
+    def _note_end(self, future: object) -> None:
+        """In a thread of gloo's, when one of its works is over."""
+        self._ended = time.perf_counter()
+
+    def _wait(self) -> None:
         try:
             for work in self._works:
                 self._wait_for(work)
@@ -200,7 +251,9 @@ class Comm:
         self.rank, self.size = group.rank(), group.size()
         self.global_ranks = dist.get_process_group_ranks(group)
         # gloo is the slow case below; anything else (nccl, xccl, …) is taken to be best at its own collectives.
-        self.is_gloo = group._get_backend(device).name() == "gloo"
+        backend = group._get_backend(device).name()
+        self.is_gloo = backend == "gloo"
+        self.is_alone = backend in ALONE
         self.watcher: Watcher | None = None
         self.calls: deque[Call] = deque(maxlen=_REMEMBERED)
         self.count = 0
@@ -218,6 +271,19 @@ class Comm:
         def start() -> list[Any]:
             root = self.global_ranks[source]
             return [dist.scatter(out, pieces, src=root, group=self.group, async_op=True)]
+
+        return self._start("scatter", unit, out, self.size, start, root=source)
+
+    def deal(self, out: Tensor, whole: Tensor | None, source: int, *, unit: str) -> Handle:
+        """A scatter of equal parts of one tensor, which the source alone has."""
+
+        def start() -> list[Any]:
+            if self.is_alone:  # a list of 100,000 parts would be for nobody
+                if whole is not None:
+                    out.copy_(whole[: out.numel()])
+                return []
+            pieces = None if whole is None else list(whole.chunk(self.size))
+            return [dist.scatter(out, pieces, src=self.global_ranks[source], group=self.group, async_op=True)]
 
         return self._start("scatter", unit, out, self.size, start, root=source)
 
@@ -239,10 +305,12 @@ class Comm:
         """Completes `flat` in place: on entry rank r has filled its slice, flat[bounds[r]:bounds[r + 1]]."""
 
         def start() -> list[Any]:
+            is_even = isinstance(bounds, range) or len({high - low for low, high in pairwise(bounds)}) == 1
+            if is_even and not self.is_gloo:
+                own = flat[bounds[self.rank] : bounds[self.rank + 1]]
+                return [getattr(dist, _ALL_GATHER)(flat, own, group=self.group, async_op=True)]
             slices = [flat[low:high] for low, high in pairwise(bounds)]
-            if self.is_gloo or any(piece.numel() != slices[0].numel() for piece in slices):
-                return [self._broadcast(piece, source) for source, piece in enumerate(slices) if piece.numel()]
-            return [getattr(dist, _ALL_GATHER)(flat, slices[self.rank], group=self.group, async_op=True)]
+            return [self._broadcast(piece, source) for source, piece in enumerate(slices) if piece.numel()]
 
         return self._start("all_gather", unit, flat, 1, start, in_place=True)
 
@@ -284,11 +352,13 @@ class Comm:
         sent, whole = rows.numel(), sum(widths)
         return self._start("reduce_scatter", unit, rows, 1, start, sent=sent, whole=whole, in_place=True)
 
-    def all_reduce(self, tensor: Tensor, *, unit: str, op: Any = dist.ReduceOp.SUM) -> Handle:
+    def all_reduce(
+        self, tensor: Tensor, *, unit: str, op: Any = dist.ReduceOp.SUM, purpose: str | None = None
+    ) -> Handle:
         def start() -> list[Any]:
             return [dist.all_reduce(tensor, op=op, group=self.group, async_op=True)]
 
-        return self._start("all_reduce", unit, tensor, 2, start, in_place=True)
+        return self._start("all_reduce", unit, tensor, 2, start, in_place=True, purpose=purpose)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *, unit: str) -> Handle:
         def start() -> list[Any]:
@@ -298,6 +368,8 @@ class Comm:
 
     def all_gather_objects(self, value: Any, *, unit: str = "set-up") -> list[Any]:
         """Every rank's `value`, in rank order. For set-up and errors, not for the hot path."""
+        if self.is_alone:
+            return [value] * self.size
         packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         sizes[self.rank] = packed.numel()
@@ -344,6 +416,7 @@ class Comm:
         whole: int | None = None,
         root: int | None = None,
         in_place: bool = False,
+        purpose: str | None = None,
     ) -> Handle:
         if self.watcher is not None:
             self.watcher.look()
@@ -352,6 +425,7 @@ class Comm:
             sent = size * times * (self.size - 1) / self.size
         call = self.traffic.record(operation, unit, self.name, sent, itemsize)
         call.position, call.root = self.count + 1, root
+        call.purpose = OTHER if self.name == CONTROL else purpose or _PURPOSES.get(operation, OTHER)
         call.nbytes = (size if whole is None else whole) * itemsize
         if self.custom is not None and self.custom.breaks_with(call) and self.watcher is not None:
             self.watcher.confirm(self, call)

@@ -35,6 +35,7 @@ from zerofold.schedule import Schedule
 from zerofold.shard_spec import StepScope
 from zerofold.sharded import ShardedParameter
 from zerofold.slab import Slab
+from zerofold.timing import DISK, HOST
 from zerofold.unit import Unit
 from zerofold.watch import Watch
 
@@ -94,6 +95,7 @@ class Engine:
         if self.watch is not None:
             finalize(self, self.watch.close)  # at the latest when the process ends
         self.traffic = groups.gather.traffic
+        self.clock = self.traffic.clock
         self.cache, self.pool, self.step = StorageCache(), BufferPool(buffer_bytes), StepScope()
         self.device, self.transfers = device, Transfers(device)
         self.offloading = offloading or Offloading.none(device)
@@ -133,7 +135,7 @@ class Engine:
         self.reducer.loss_scale = self.scaler.value
         buffers = Buffers(model, groups.everyone)
         self.reductions = ReductionOrder(self.units, row, self.reducer, groups.control, buffers, accumulate=accumulate)
-        self.schedule = Schedule(self.units, self.reductions, live_bytes=bound, overlap=overlap)
+        self.schedule = Schedule(self.units, self.reductions, self.clock, live_bytes=bound, overlap=overlap)
         self.changes = Changes(model, home, self.schedule, self.reductions)
         self.hooks = Hooks(self.schedule, self.reductions, self.boundary, self.take_in_changes, self.changes.check)
         self.hooks.before_backward = partial(self.step.need, "parameters", "buffers", "gradients")
@@ -162,6 +164,7 @@ class Engine:
         self.saving: object = None  # a checkpoint being written in the background
         self.saving_group: dist.ProcessGroup | None = None
         self.staging: Any = None  # host memory for it
+        self.recording: Any = None  # of time and peaks, the last that was asked for
         self.parked: Any = None  # states that are in host memory for a while
         self.is_swapped = False  # one of them is in the model for a while
         self.on_close: list[Callable[[], None]] = []
@@ -191,6 +194,14 @@ class Engine:
 
     def finish_updates(self) -> None:
         """Returns when offloaded states are what the last step makes of them, and gradients have arrived."""
+        tape = self.clock.tape
+        if tape is None or self.updates is None:
+            self._finish_updates()
+            return
+        with tape.spent(DISK if self.offloading.memory.disk is not None else HOST):
+            self._finish_updates()
+
+    def _finish_updates(self) -> None:
         if self.updates is not None:
             self.updates.finish()
         for slab in self.slabs():

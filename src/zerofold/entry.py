@@ -72,6 +72,10 @@ class Home(NamedTuple):
 
 
 class Waitable(Protocol):
+    @property
+    def waits_for(self) -> str:
+        """A category of `timing`."""
+
     def wait(self) -> None:
         """Returns when the current stream may use what was set going."""
 

@@ -23,7 +23,8 @@ class GroupCopy:
 
     def start_gather(self, *, unit: str) -> Handle:
         self._own_slice().copy_(self._piece)
-        bounds = [rank * self._piece.numel() for rank in range(self._comm.size + 1)]
+        width = self._piece.numel()
+        bounds = range(0, width * self._comm.size + 1, width)
         return self._comm.all_gather(self._storage.tensor, bounds, unit=unit)
 
     def _own_slice(self) -> Tensor:

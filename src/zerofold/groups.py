@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofold.comm import Comm, Traffic
+from zerofold.comm import ALONE, CONTROL, Comm, Traffic
 from zerofold.placement import ACROSS, AXES, INSIDE, Row
 
 
@@ -87,10 +87,11 @@ class _Maker:
 def make_control(mesh: DeviceMesh | None, *, overlap: bool) -> Comm:
     """Made before anything is checked: through it one rank's error becomes everybody's.
 
-    In a fake world (torch's, for measuring one rank of many alone) nobody would answer it, so it is fake too.
+    Where one process stands for all ranks (torch's fake group, the simulator's), nobody would answer it, so it is of
+    that kind too.
     """
-    backend = "fake" if dist.get_backend() == "fake" else "gloo"
-    return Comm(_new_group(mesh, AXES, backend), torch.device("cpu"), Traffic(), overlap=overlap, name="control")
+    backend = dist.get_backend() if dist.get_backend() in ALONE else "gloo"
+    return Comm(_new_group(mesh, AXES, backend), torch.device("cpu"), Traffic(), overlap=overlap, name=CONTROL)
 
 
 def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup]) -> None:

@@ -199,7 +199,7 @@ def shard(
             plan.modules,
             Groups.make(mesh, plan.row, control, plan.device),
             plan.device,
-            materialiser=Materialiser(model, plan.modules, plan.device, init) if on_meta(model) else None,
+            materialiser=_materialiser(model, plan, init),
             live_bytes=live_bytes,
             buffer_bytes=buffer_bytes,
             accumulate=accumulate,
@@ -275,6 +275,12 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
         finish_saving(engine)
     finally:
         engine.remove(gather=gather)
+
+
+def _materialiser(model: nn.Module, plan: _Plan, init: Init | None) -> Materialiser | None:
+    """None where there are values already, or never will be: a model on the meta device that stays there has sizes."""
+    has_values = not on_meta(model) or plan.device.type == "meta"
+    return None if has_values else Materialiser(model, plan.modules, plan.device, init)
 
 
 def _choose_sources(model: nn.Module, plan: _Plan, load: Load, *, has_init: bool, control: Comm) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 
 from zerofold.reduction_order import ReductionOrder
+from zerofold.timing import Clock
 from zerofold.unit import State, Unit
 
 
@@ -29,8 +30,10 @@ def in_backward() -> bool:
 class Schedule:
     """Gathers ahead, releases behind, and hands gradients to the reduction in an order all ranks share."""
 
-    def __init__(self, units: list[Unit], reductions: ReductionOrder, *, live_bytes: int, overlap: bool) -> None:
-        self.units, self.reductions = units, reductions
+    def __init__(
+        self, units: list[Unit], reductions: ReductionOrder, clock: Clock, *, live_bytes: int, overlap: bool
+    ) -> None:
+        self.units, self.reductions, self.clock = units, reductions, clock
         self.root = units[0]
         self.live_bytes, self.overlap = live_bytes, overlap
         self.holders = 0  # full_params contexts we are in: everything stays gathered
@@ -58,9 +61,14 @@ class Schedule:
         if not self._goes_back() and unit not in self._in_forward:
             self._follow(unit)
         self._use(unit, self._in_forward)
+        if self.clock.tape is not None:
+            self.clock.tape.forward(unit.name)
 
     def after_forward(self, unit: Unit, *, expects_backward: bool, keep: bool) -> None:
         """`keep`: what came out may lead autograd back here without passing a hook."""
+        if self.clock.tape is not None:
+            self.clock.tape.forward_ends(unit.name)
+            self.clock.tape.take_sample(unit)
         self._in_forward = self._in_forward - Counter([unit])
         if keep:
             self._kept.add(unit)
@@ -89,14 +97,21 @@ class Schedule:
         if unit in self._trace:
             self._position = len(self._trace) - 1 - self._trace[::-1].index(unit)
         self._use(unit, self._in_backward)
+        if self.clock.tape is not None:
+            self.clock.tape.backward(unit.name)
 
     def after_backward(self, unit: Unit) -> None:
         self._in_backward = self._in_backward - Counter([unit])
+        if self.clock.tape is not None:
+            self.clock.tape.take_sample(unit)
         if unit is not self.root and not self._is_pinned(unit):
             self._release(unit)
             self._prefetch(expects_backward=True)
 
     def end_backward(self) -> None:
+        if self.clock.tape is not None:
+            self.clock.tape.backward_ends()
+            self.clock.tape.take_sample()
         self._in_backward.clear()
         self._forget(self.units)
         self.release_all()
@@ -196,6 +211,11 @@ class Schedule:
         for unit in self.units:
             if not self._is_pinned(unit):
                 self._release(unit)
+
+    @property
+    def live(self) -> int:
+        """Bytes of gathered parameters now."""
+        return self._live
 
     @property
     def is_in_forward(self) -> bool:

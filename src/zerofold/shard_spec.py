@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, NoReturn
@@ -85,7 +85,7 @@ class ShardSpec:
     name: str
     unit: str
     shape: torch.Size
-    ranges: tuple[tuple[int, int], ...]  # of the flattened parameter, one per rank, in order, some empty
+    ranges: Sequence[tuple[int, int]]  # of the flattened parameter, one per rank, in order, some empty
     comm: Comm
     has_owner: bool  # one rank has it all, and there it keeps its shape
     step: StepScope

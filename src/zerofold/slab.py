@@ -45,6 +45,7 @@ class Slab:
 
     def __init__(self, unit: str, entries: list[Entry], home: Home) -> None:
         self.unit, self.entries, self.home, self.comm = unit, entries, home, home.groups.gather
+        self.clock = self.comm.traffic.clock
         for entry in entries:
             regain(entry.parameter, values=entry.source is None)
         self.parameters: list[Tensor] = [entry.parameter for entry in entries]
@@ -193,8 +194,7 @@ class Slab:
     def _deal_out(self, flat: Tensor) -> None:
         groups, bounds = self.home.groups, self.layout.bounds
         if not self.home.row.has_owners:
-            pieces = list(flat.chunk(self.comm.size)) if self.comm.rank == 0 else None
-            self.comm.scatter(self._shard, pieces, 0, unit=self.unit).wait()
+            self.comm.deal(self._shard, flat if self.comm.rank == 0 else None, 0, unit=self.unit).wait()
         else:  # shards of different lengths
             self.comm.broadcast(flat, 0, unit=self.unit).wait()
             self._shard.copy_(flat[bounds[self.comm.rank] : bounds[self.comm.rank + 1]])
@@ -244,7 +244,7 @@ class Slab:
             return self._read(self.resident, update)
         with transfers.up():
             if update is not None:
-                update.wait()
+                self._wait_for(update)
             if not is_written:
                 self._bring(self.own_slice(self.values))
             return self._gather_from_all() or transfers.done()
@@ -252,7 +252,7 @@ class Slab:
     def _read(self, resident: Tensor, update: Update | None) -> FromFile:
         """The file is read while other units compute; who needs the parameters brings them to the device."""
         if update is not None:
-            update.wait()
+            self._wait_for(update)
         if self._resident_version != self.version:
             resident.copy_(self.shard)
             self.home.memory.written(resident)
@@ -269,6 +269,14 @@ class Slab:
             return done
 
         return FromFile(self.home.memory, resident, arrive)
+
+    def _wait_for(self, update: Update) -> None:
+        tape = self.clock.tape
+        if tape is None:
+            update.wait()
+            return
+        with tape.spent(update.waits_for, self.unit):
+            update.wait()
 
     def _bring(self, target: Tensor) -> None:
         source = self._shard if self.resident is None or self._resident_is_lent else self.resident
@@ -405,20 +413,19 @@ class Slab:
 
     def _face(self, index: int) -> ShardedParameter:
         entry, is_replicated = self.entries[index], not self.home.row.optimizer.is_cut
-        places = [0 if is_replicated else rank for rank in range(self.comm.size)]
-        pieces = [self.layout.pieces(place)[index] for place in places]
+        piece = self.layout.pieces(0 if is_replicated else self.comm.rank)[index]
+        everywhere = ((piece.start, piece.stop),) * self.comm.size
         spec = ShardSpec(
             entry.name,
             self.unit,
             entry.parameter.shape,
-            tuple((piece.start, piece.stop) for piece in pieces),
+            everywhere if is_replicated else self.layout.ranges(index),
             self.comm,
             has_owner=self.home.row.has_owners,
             step=self.home.step,
             is_replicated=is_replicated,
             device=self.home.device if self.tiers.is_offloaded else None,
         )
-        piece = pieces[self.comm.rank]
         local = spec.shaped(self._shard[piece.shard_start : piece.shard_stop])
         face = ShardedParameter(local, spec, requires_grad=entry.parameter.requires_grad)
         if entry.face is None:

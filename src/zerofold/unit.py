@@ -7,11 +7,13 @@ from enum import Enum
 
 from torch import Tensor, nn
 
+from zerofold.comm import Handle
 from zerofold.entry import Entry, Waitable
 from zerofold.guard import guard, unguard
 from zerofold.placement import Row
 from zerofold.sharded import ShardedParameter
 from zerofold.slab import Slab
+from zerofold.timing import Clock
 
 
 class State(Enum):
@@ -33,6 +35,7 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module, slabs: list[Slab], row: Row, index: int) -> None:
         self.name, self.module, self.slabs, self.index = name, module, slabs, index
+        self.clock = slabs[0].clock if slabs else Clock()
         self.is_cut = row.parameters.is_cut
         self.fetch: Callable[[], None] = self.wait  # called when released parameters that nobody cut are touched
         self._look_at_slabs()
@@ -92,7 +95,7 @@ class Unit:
         if self._state is State.READY:
             return
         for handle in self._handles:
-            handle.wait()
+            self._wait_for(handle)
         self._handles = []
         self._enter(State.READY)
         for slab in self.slabs:
@@ -103,6 +106,14 @@ class Unit:
                     if face.requires_grad != entry.parameter.requires_grad:  # the user froze it, or thawed it again
                         entry.parameter.requires_grad_(face.requires_grad)
                     _put(entry, entry.parameter, instead_of=face)
+
+    def _wait_for(self, handle: Waitable) -> None:
+        tape = None if isinstance(handle, Handle) else self.clock.tape  # a collective writes down its own wait
+        if tape is None:
+            handle.wait()
+            return
+        with tape.spent(handle.waits_for, self.name):
+            handle.wait()
 
     def release(self) -> None:
         """Frees the gathered memory; where it is cut, the module shows the sharded parameters."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from zerofold.access import ledger
 from zerofold.compat.flops import FlopsCounter, flops_report, write_report
-from zerofold.compat.monitors import Event, make_writers
 from zerofold.config import Settings
+from zerofold.observe.monitors import Event, make_writers
 
 _PHASES = ("forward", "backward", "step")
 

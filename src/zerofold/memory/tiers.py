@@ -12,6 +12,7 @@ from zerofold.memory.arena import HostArena
 from zerofold.memory.disk import DiskStore, Extent
 from zerofold.memory.transfers import Done
 from zerofold.placement import Tier
+from zerofold.timing import DISK
 
 
 class TierMemory:
@@ -105,6 +106,8 @@ class TierMemory:
 
 class FromFile:
     """A tensor in the file on its way: it is being read, and `arrive` takes it from there."""
+
+    waits_for = DISK
 
     def __init__(self, memory: TierMemory, tensor: Tensor, arrive: Callable[[Tensor], Done]) -> None:
         assert memory.disk is not None

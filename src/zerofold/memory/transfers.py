@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerofold.timing import HOST
+
 
 class Done:
     """The end of work that was set going: for the stream that needs it (`wait`) or for the host (`finish`)."""
+
+    waits_for = HOST
 
     def __init__(self, event: Any = None) -> None:
         self._event = event

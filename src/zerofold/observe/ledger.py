@@ -1,15 +1,18 @@
-"""What each state costs on this rank, and what has been sent."""
+"""What each state costs on this rank, what has been sent, and, while it is recorded, where the time goes."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from zerofold.engine import Engine
+from zerofold.observe.recording import Recording
+from zerofold.observe.states import is_temporary, master_nbytes, nbytes_of, parameter_nbytes, totals
+from zerofold.observe.timeline import trace_events
 from zerofold.placement import Tier
-from zerofold.sharded import ShardedTensor
 from zerofold.slab import Slab
 
 
@@ -25,18 +28,19 @@ class Ledger:
 
         `comm_bytes_by_group` tells what went to all ranks, inside this rank's group, or across groups.
         `temporary_bytes` are no states: gathered parameters not owned here, and fused and cached buffers.
+        After `record`: `steps`, `time`, `peak_state_bytes`, `peak_tier_bytes`.
         """
         engine = self._engine
+        held = totals(engine)
         return {
             "psi": engine.psi,
             "state_bytes": {
-                "parameters": sum(_parameter_nbytes(slab) for slab in engine.slabs()),
+                "parameters": held.parameters,
                 "gradients": sum(slab.gradients.nbytes for slab in engine.slabs()),
-                "optimizer": sum(_nbytes(value) for value in self._optimizer_tensors())
-                + sum(slab.master.nbytes for slab in engine.slabs() if slab.dtypes.has_master),
+                "optimizer": held.optimizer,
             },
             "temporary_bytes": {
-                "gathered": sum(slab.storage.nbytes for slab in engine.slabs() if _is_temporary(slab)),
+                "gathered": sum(slab.storage.nbytes for slab in engine.slabs() if is_temporary(slab)),
                 "cached": engine.cache.nbytes,
                 "buffers": engine.pool.nbytes,
             },
@@ -44,21 +48,83 @@ class Ledger:
             **self._offload(),
             "peak_live_bytes": engine.schedule.peak_live_bytes,
             "comm_bytes": engine.traffic.bytes_by_operation(),
-            "comm_calls": dict(engine.traffic.counts),
+            "comm_calls": engine.traffic.calls_by_operation(),
             "comm_bytes_by_group": engine.traffic.bytes_by_group(),
             "comm_elements": round(sum(engine.traffic.elements.values())),
+            **self._recorded(),
+        }
+
+    def record(self, *, trace: bool = True, keep: int = 2) -> Recording:
+        """From now on, until the recording is stopped or its `with` ends, time and peaks are written down.
+
+        In a snapshot `time` then has the seconds of the mean step: computing ("compute"), waiting for communication
+        that nothing hides ("gather", "reduce", "other"), for states on their way from "host" or "disk", and in the
+        "update"; their sum is "step". A step ends with the step of the (last) optimizer. Whatever is between two of
+        them counts, but for what is inside `with recording.tape.paused()`.
+
+        trace   also what every unit did when, for `trace`
+        keep    of so many steps, the last ones
+
+        >>> import torch, zerofold as zf
+        >>> model = torch.nn.Linear(64, 64)
+        >>> model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+        >>> with zf.ledger(model).record():
+        ...     model(torch.ones(1, 64)).sum().backward()
+        ...     optimizer.step()
+        >>> snapshot = zf.ledger(model).snapshot()
+        >>> snapshot["steps"], snapshot["time"]["compute"] > 0, snapshot["peak_state_bytes"]["gradients"]
+        (1, True, 16640)
+        >>> zf.close(model)
+        """
+        return Recording(self._engine, trace=trace, keep=keep)
+
+    def trace(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """The timeline of the last recorded steps of this rank, as chrome://tracing and ui.perfetto.dev read it; also
+        written to `path`.
+
+        >>> import torch, zerofold as zf
+        >>> model = torch.nn.Linear(64, 64)
+        >>> model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+        >>> with zf.ledger(model).record():
+        ...     model(torch.ones(1, 64)).sum().backward()
+        ...     optimizer.step()
+        >>> {event["cat"] for event in zf.ledger(model).trace()["traceEvents"] if event["ph"] == "X"} >= {"forward"}
+        True
+        >>> zf.close(model)
+        """
+        recording = self.recording
+        if recording is None or not recording.tape.traces:
+            raise RuntimeError("there is no timeline: train a step inside `with zf.ledger(model).record()` first")
+        events = trace_events(tuple(recording.tape.last_steps), rank=self._engine.groups.control.rank)
+        if path is not None:
+            Path(path).write_text(json.dumps(events))
+        return events
+
+    @property
+    def recording(self) -> Recording | None:
+        """The last one, under way or over."""
+        found = self._engine.recording
+        return found if isinstance(found, Recording) else None
+
+    def _recorded(self) -> dict[str, Any]:
+        recording = self.recording
+        if recording is None:
+            return {}
+        return {
+            "steps": recording.steps,
+            "time": recording.time(),
+            "peak_state_bytes": dict(recording.peaks),
+            "peak_tier_bytes": {tier: dict(states) for tier, states in recording.tier_peaks.items()},
         }
 
     def _by_tier(self) -> dict[str, dict[str, int]]:
         """States by the memory they are in; on the device without what is gathered for a while."""
-        memory, slabs = self._engine.offloading.memory, self._engine.slabs()
-        here = [slab for slab in slabs if not slab.is_away]
-        copies = [slab.copy_of_shard for slab in slabs if slab.is_away and slab.tiers.parameters is Tier.DEVICE]
-        moments = [value for value in self._optimizer_tensors() if _is_on_device(value, memory.device)]
+        memory, held = self._engine.offloading.memory, totals(self._engine)
+        on_device = [slab for slab in self._engine.slabs() if slab.tiers.gradients is Tier.DEVICE]
         device = {
-            "parameters": sum(map(_parameter_nbytes, here)) + sum(copy.nbytes for copy in copies if copy is not None),
-            "gradients": sum(slab.gradients.nbytes for slab in slabs if slab.tiers.gradients is Tier.DEVICE),
-            "optimizer": sum(map(_nbytes, moments)) + sum(s.master.nbytes for s in here if s.dtypes.has_master),
+            "parameters": held.device_parameters,
+            "gradients": sum(slab.gradients.nbytes for slab in on_device),
+            "optimizer": held.device_optimizer,
         }
         return {"device": device, **{tier.value: memory.bytes_by_state(tier) for tier in (Tier.HOST, Tier.NVME)}}
 
@@ -86,34 +152,46 @@ class Ledger:
             table.setdefault(unit, {})[operation] = round(sent)
         return table
 
+    def units(self) -> list[dict[str, Any]]:
+        """For each unit, in forward order: its name ("" is the root), parameters, bytes of its states on this rank now,
+        the most that its gradients and gathered parameters took while it was recorded, and bytes sent by operation.
+        """
+        engine, sent, recording = self._engine, self.by_unit(), self.recording
+        moments = self._moments_by_unit()
+        return [
+            {
+                "name": unit.name,
+                "parameters": sum(parameter.numel() for slab in unit.slabs for parameter in slab.parameters),
+                "state_bytes": {
+                    "parameters": sum(map(parameter_nbytes, unit.slabs)),
+                    "gradients": sum(slab.gradients.nbytes for slab in unit.slabs),
+                    "optimizer": moments.get(unit.name, 0) + sum(map(master_nbytes, unit.slabs)),
+                },
+                "peak_bytes": {
+                    "gradients": 0 if recording is None else recording.unit_peaks.get(unit.name, 0),
+                    "gathered": unit.full_nbytes,
+                },
+                "tiers": _tiers(unit.slabs),
+                "comm_bytes": sent.get(unit.name, {}),
+            }
+            for unit in engine.units
+        ]
+
     def last_calls(self) -> list[str]:
         """The last collectives this rank started, oldest first."""
         return [str(call) for call in self._engine.traffic.calls]
 
-    def _optimizer_tensors(self) -> list[Tensor]:
-        states = [state for optimizer in self._engine.optimizers for state in optimizer.state.values()]
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    def _moments_by_unit(self) -> dict[str, int]:
+        places, found = self._engine.places(), dict[str, int]()
+        for optimizer in self._engine.optimizers:
+            for parameter, state in optimizer.state.items():
+                place = places.get(id(parameter))
+                if place is not None:
+                    nbytes = sum(nbytes_of(value) for value in state.values() if hasattr(value, "nbytes"))
+                    found[place[0].unit] = found.get(place[0].unit, 0) + nbytes
+        return found
 
 
-def _is_temporary(slab: Slab) -> bool:
-    """The storage goes after use."""
-    return slab.has_own_shard and not slab.is_kept
-
-
-def _parameter_nbytes(slab: Slab) -> int:
-    """What forward computes with and stays. A master counts with the optimizer's states."""
-    if _is_temporary(slab):
-        kept = 0 if slab.dtypes.has_master else slab.master.nbytes
-    else:
-        kept = slab.storage.nbytes
-    return kept + (0 if slab.copy is None else slab.copy.nbytes)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.form.nbytes if isinstance(tensor, ShardedTensor) else tensor.nbytes
-
-
-def _is_on_device(tensor: Tensor, device: torch.device) -> bool:
-    """On a CPU run, what was taken from another tier is not the device's either: it is mapped memory."""
-    form = tensor.form if isinstance(tensor, ShardedTensor) else tensor
-    return form.device == device and (device.type != "cpu" or form.untyped_storage().resizable())
+def _tiers(slabs: Sequence[Slab]) -> dict[str, str]:
+    """Where a unit's states live, all of its slabs alike."""
+    return {state: tier.value for state, tier in vars(slabs[0].tiers).items()} if slabs else {}

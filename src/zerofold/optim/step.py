@@ -35,6 +35,8 @@ class Step:
     def begin(self) -> None:
         """Gradients are all there: the optimizer's own code runs next, unless the one pass has done its work."""
         engine, options = self._engine, self._options
+        if engine.clock.tape is not None:
+            engine.clock.tape.begin_update()
         if engine.is_swapped:
             raise RuntimeError(
                 "optimizer.step() inside `with average.swapped()` would train the averaged weights: leave it"
@@ -73,6 +75,12 @@ class Step:
                 engine.step.show(face, ShardedTensor(gradient.local.to(device, face.dtype), gradient.spec))
 
     def end(self) -> None:
+        tape = self._engine.clock.tape
+        self._end()
+        if tape is not None and self._optimizer is self._engine.optimizers[-1]:
+            tape.end_step()
+
+    def _end(self) -> None:
         engine = self._engine
         engine.end_step()
         if not self._was_applied:

@@ -81,6 +81,11 @@ class Moment:
     work: Work
     repeats: int = 1
     growth: PerSample = PerSample()
+    gradients: float | None = None
+    """Bytes of parameters' gradients beside `alive`: as autograd makes them, until their slab has all of its own. Of a
+    traced model, at the instant when all is most; None where nobody looked: a whole unit's may be there then."""
+    sent: float = 0
+    """And of slabs before it that are still on their way to other ranks, where there are any: see `zerofold.reduce`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +118,8 @@ class ModelShape:
     vocab: int | None = None
     built_bytes: int = 4
     """Of an element, as the model's code builds it."""
+    buffers: int = 0
+    """Bytes of the model's buffers, which every rank has whole."""
     notes: tuple[str, ...] = field(default=())
     """What was assumed, for a person to read."""
 

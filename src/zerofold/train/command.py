@@ -89,6 +89,22 @@ def train_command(
     max_restarts: Annotated[int, typer.Option(help="Start again so often when a process fails.")] = 0,
     grace: Annotated[float, typer.Option(help="Seconds to finish the step and save after SIGTERM or Ctrl-C.")] = 300,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPUs if there are any.")] = "auto",
+    csv: Annotated[bool, typer.Option("--csv", help="Numbers also as files in RUN/csv.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Numbers also for TensorBoard, in RUN/tensorboard.")
+    ] = False,
+    prometheus: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers also in this file, for the textfile collector of Prometheus' node_exporter.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+    wandb: Annotated[
+        str | None,
+        typer.Option(help="Numbers also to this project of Weights & Biases.", metavar="PROJECT", show_default=False),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a progress bar.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
 ) -> None:
@@ -108,6 +124,7 @@ def train_command(
       zerofold train --layers 12 --hidden 768 --heads 12 --seq 512 --lr 6e-4
       zerofold train --resume runs/20260101-120000 --nproc 2
       zerofold train --out run --resume auto --max-restarts 3
+      zerofold train --csv --prometheus /var/lib/node_exporter/zerofold.prom
       torchrun --nproc_per_node=4 --max-restarts=3 -m zerofold train --out run --resume auto
     """
     given = {name for name in context.params if name not in ABOUT_THE_JOB and _is_given(context, name)}

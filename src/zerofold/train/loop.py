@@ -6,17 +6,19 @@ import math
 import time
 import warnings
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import zerofold as zf
+from zerofold.observe.run_files import METRICS_FILE
 from zerofold.train.data import ByteText, library_source
-from zerofold.train.gpt import GPT, Block, generate
-from zerofold.train.options import METRICS_FILE, TrainOptions
+from zerofold.train.gpt import GPT, Block, GPTConfig, generate
+from zerofold.train.options import TrainOptions
 from zerofold.train.progress import Reporter, Status, printable
 from zerofold.train.signals import StopSignals, first_of
 from zerofold.train.state import REPORT_EVERY, RunState
@@ -25,6 +27,8 @@ LONGEST_WARMUP = 20  # steps
 VALIDATION_SEQUENCES = 64
 KEEP = 2  # checkpoints
 PROMPT = b"def "
+MEASURED = ("step_seconds", "mfu", "time", "peak_bytes")
+"""What `zf.Run` adds to a line of metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +56,13 @@ def train(options: TrainOptions, rank: int, world: int, device: torch.device) ->
         training = Training(options, rank, world, device)
         if rank != 0:
             return training.run(None, signals)
-        state = training.state
-        with Reporter(options.out, plain=options.plain, steps=options.step_limit, after=state.step) as reporter:
-            reporter.config(training.description())
+        with Reporter(plain=options.plain, steps=options.step_limit) as reporter:
+            training.recorded.files.config(training.description())
             reporter.say(training.introduction())
             result = training.run(reporter, signals)
             reporter.end_bar()
             if result.stopped_by is None:
-                reporter.say(summary(result, options))
+                reporter.say(summary(result, options, training.ending))
     return result
 
 
@@ -97,6 +100,18 @@ class Training:
             self.state = RunState(**zf.load(self.model, self.optimizer, options.checkpoints, data=self.samples))
         self.ledger = zf.ledger(self.model)
         self.snapshot = self.ledger.snapshot()
+        self.recorded = zf.Run(
+            options.out,
+            self.model,
+            after=self.state.step,
+            flops_per_step=flops_per_token(options.gpt, self.parameters) * self.tokens_per_step / world,
+            csv=options.csv,
+            tensorboard=options.tensorboard,
+            prometheus=options.prometheus,
+            wandb=options.wandb,
+        )
+        self.ending: list[str] = []
+        """What rank 0 has to say of where the time went, when it is over."""
 
     def is_to_resume(self) -> bool:
         """As rank 0 sees the folder: ranks on other machines may see it later."""
@@ -118,6 +133,7 @@ class Training:
             lr = float(self.scheduler.get_last_lr()[0])
             with zf.explain_oom(self.model):
                 own_loss = self.step()
+            self.recorded.count(self.tokens_per_step)
             # Every rank needs rank 0's clock, and all must stop at the same step, or one could stop while another
             # waits for it in a collective.
             loss, seconds, *counts = self.agree(own_loss, time.monotonic() - start, signals.counts)
@@ -128,12 +144,16 @@ class Training:
             state.add_loss(loss)
             durations.append(time.monotonic() - step_start)
             if state.step % options.validate_every == 0 or self.progress >= 1:
-                state.validation_loss = self.validate()
+                with self.recorded.pause():
+                    state.validation_loss = self.validate()
             is_last = self.progress >= 1 or stopped_by is not None
             if reporter is not None and (state.step % REPORT_EVERY == 0 or self.progress >= 1):
-                reporter.show(self.status(lr, fmean(durations)))
+                status = self.status(lr, fmean(durations))
+                reporter.show(replace(status, **self.measured(status)))
             if options.save_every and (is_last or state.step % options.save_every == 0):
-                self.save(reporter, background=not is_last)
+                with self.recorded.pause():
+                    self.save(reporter, background=not is_last)
+        self.ending = self.recorded.close()
         return Result(
             steps=state.step,
             tokens=state.step * self.tokens_per_step,
@@ -157,9 +177,16 @@ class Training:
             mean += loss.detach()
         self.optimizer.step()
         self.samples.step()
-        self.snapshot = self.ledger.snapshot()  # before the gradients go, so that they are seen
+        if self.is_to_report:
+            self.snapshot = self.ledger.snapshot()  # before the gradients go, so that they are seen
         self.optimizer.zero_grad()
         return mean
+
+    @property
+    def is_to_report(self) -> bool:
+        """After the step under way. Only a clock can end a run at any other step."""
+        step = self.state.step + 1
+        return step % REPORT_EVERY == 0 or step == self.options.step_limit or self.options.minutes is not None
 
     def save(self, reporter: Reporter | None, *, background: bool) -> None:
         """A disk that is full for a while does not end the run: it is said, and the next save tries again."""
@@ -170,7 +197,7 @@ class Training:
                     self.optimizer,
                     self.options.checkpoints,
                     tag=f"step-{self.state.step:08d}",
-                    extra=self.state.saved(self.snapshot["comm_bytes"]),
+                    extra=self.state.saved(self.ledger.snapshot()["comm_bytes"]),
                     data=self.samples,
                     keep=KEEP,
                     background=background,
@@ -198,6 +225,12 @@ class Training:
             comm_bytes=state.sent_with(self.snapshot["comm_bytes"]),
             skipped_steps=self.skipped_steps,
         )
+
+    def measured(self, status: Status) -> dict[str, Any]:
+        """Writes a line of metrics, and returns what was measured for it."""
+        values = {name: value for name, value in asdict(status).items() if name not in MEASURED}
+        line = self.recorded.line(values, self.snapshot)
+        return {name: line[name] for name in MEASURED}
 
     @property
     def skipped_steps(self) -> int:
@@ -272,11 +305,17 @@ def cosine(progress: float) -> float:
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def summary(result: Result, options: TrainOptions) -> str:
+def flops_per_token(gpt: GPTConfig, parameters: int) -> int:
+    """Of forward and backward: 6 for every weight that a token is multiplied with, and attention over all positions."""
+    multiplied = parameters - gpt.vocab * gpt.hidden  # the embedding is looked up
+    return 6 * multiplied + 12 * gpt.layers * gpt.hidden * gpt.seq
+
+
+def summary(result: Result, options: TrainOptions, ending: list[str]) -> str:
     return (
         f"\nA sample of what it writes:\n\n{printable(result.sample)}\n\n"
         f"Loss {result.first_loss:.3f} at the start, {result.loss:.3f} at the end, "
         f"{result.validation_loss or math.nan:.3f} on text it has not seen.\n"
         f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s. "
-        f"Metrics: {options.out / METRICS_FILE}"
-    )
+        f"Metrics: {options.out / METRICS_FILE}\n" + "\n".join(ending)
+    ).rstrip()

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from zerofold.checkpoint.manifest import candidates
+from zerofold.observe.run import check_writers
+from zerofold.observe.run_files import CONFIG_FILE, METRICS_FILE
 from zerofold.offload.wishes import read_offload
 from zerofold.placement import Tier, row
 from zerofold.precision import policy_of
@@ -19,8 +21,6 @@ from zerofold.train.gpt import GPTConfig
 
 DEFAULT_STEPS = 300
 DEFAULT_BATCH = 8
-METRICS_FILE = "metrics.jsonl"
-CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 
 # What may be another when a run goes on; anything else would make it another run.
@@ -38,6 +38,10 @@ CHANGEABLE = frozenset(
         "accumulate",
         "save_every",
         "plain",
+        "csv",
+        "tensorboard",
+        "prometheus",
+        "wandb",
     }
 )
 
@@ -45,7 +49,7 @@ CHANGEABLE = frozenset(
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     out: Path
-    """The run folder: config.json, metrics.jsonl and checkpoints."""
+    """The run folder: config.json, metrics.jsonl, ledger.json, timeline.json and checkpoints."""
     resume: bool = False
     """Go on from the last whole checkpoint in `out`; begin where there is none."""
     gpt: GPTConfig = field(default_factory=GPTConfig)
@@ -72,6 +76,12 @@ class TrainOptions:
     seed: int = 0
     plain: bool = False
     """Lines instead of a progress bar."""
+    csv: bool = False
+    tensorboard: bool = False
+    prometheus: str | None = None
+    """A file for node_exporter's textfile collector."""
+    wandb: str | None = None
+    """A project of Weights & Biases."""
     validate_every: int = 50
     save_every: int = 100
     """Steps from one checkpoint to the next; the last step has one too. 0: never."""
@@ -82,6 +92,7 @@ class TrainOptions:
         row(self.stage)
         read_offload(self.offload_wish)
         policy_of(self.precision)
+        check_writers(tensorboard=self.tensorboard, wandb=self.wandb)
         for name in ("batch", "accumulate", "global_batch", "validate_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1")

@@ -1,21 +1,18 @@
-"""What a person and a program see of a run: a progress bar or plain lines, and metrics as JSON lines."""
+"""What a person sees of a run: a progress bar or plain lines."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from datetime import timedelta
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
-
-from zerofold.train.options import CONFIG_FILE, METRICS_FILE
 
 PLAIN_LINE_EVERY_S = 5.0
 MIB = 2**20
@@ -42,19 +39,24 @@ class Status:
     """Sent by rank 0 since the start, by operation."""
     skipped_steps: int = 0
     """For gradients that were infinite or NaN."""
+    step_seconds: float | None = None
+    """Of the mean step since the last line; evaluations and checkpoints are no part of one. Measured, as what follows,
+    by `zf.Run`."""
+    mfu: float | None = None
+    time: dict[str, float] = field(default_factory=dict)
+    """Of that step, by what it was spent on."""
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    """By memory, since the start."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        return self.seconds / self.progress * (1 - self.progress) if self.progress else None
 
 
 class Reporter:
-    """Shows each status and writes it down, after those up to step `after`; only rank 0 has one."""
+    """Shows each status; only rank 0 has one."""
 
-    def __init__(
-        self, folder: Path, *, plain: bool, steps: int | None, after: int = 0, output: TextIO | None = None
-    ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = _lines_until(folder / METRICS_FILE, after)
-        _write(folder / METRICS_FILE, "".join(kept))
-        self._metrics = (folder / METRICS_FILE).open("a")
-        self._folder = folder
+    def __init__(self, *, plain: bool, steps: int | None, output: TextIO | None = None) -> None:
         self._steps = steps
         self._console = Console(file=output or sys.stdout, markup=False, highlight=False)
         self._bar = None if plain or not self._console.is_terminal else _Bar(self._console)
@@ -67,53 +69,29 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end_bar()
-        self._metrics.close()
-
-    def config(self, config: dict[str, Any]) -> None:
-        _write(self._folder / CONFIG_FILE, json.dumps(config, indent=2, default=str) + "\n")
 
     def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
 
     def show(self, status: Status) -> None:
-        # Flushed, so that a run that is stopped or killed keeps what it had shown.
-        self._metrics.write(json.dumps(asdict(status)) + "\n")
-        self._metrics.flush()
         if self._bar is not None:
             self._bar.update(status.progress, _learning(status, self._steps), _resources(status))
         elif status.progress >= 1 or time.monotonic() - self._last_line >= PLAIN_LINE_EVERY_S:
             self._last_line = time.monotonic()
-            self.say(f"{_learning(status, self._steps)}, {_resources(status)}")
+            left = "" if status.seconds_left is None else f", {timedelta(seconds=round(status.seconds_left))} left"
+            self.say(f"{_learning(status, self._steps)}{left}, {_resources(status)}")
 
     def end_bar(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 
 
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing: a run that is killed here must find the old one when it goes on."""
-    new = path.with_name(f".{path.name}")
-    new.write_text(text)
-    new.replace(path)
-
-
-def _lines_until(path: Path, step: int) -> list[str]:
-    """Lines of steps that are not taken again. The last one may have been cut off, if the run was killed."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() and step else []:
-        try:
-            if json.loads(line)["step"] <= step and line.endswith("\n"):
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
-    return kept
-
-
 class _Bar:
     """A bar with two lines under it, redrawn in place."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(BarColumn(bar_width=None), TaskProgressColumn(), TimeElapsedColumn(), expand=True)
+        columns = TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        self._progress = Progress(BarColumn(bar_width=None), *columns, expand=True)
         self._task = self._progress.add_task("train", total=1.0)
         self._live = Live(self._progress, console=console, refresh_per_second=4)
         self._live.start()
@@ -131,7 +109,8 @@ def _learning(status: Status, steps: int | None) -> str:
     validation = "" if status.validation_loss is None else f", val {status.validation_loss:.3f}"
     speed = f"{status.tokens_per_second:,.0f} tokens/s"
     skipped = f", {status.skipped_steps} skipped" if status.skipped_steps else ""
-    return f"step {status.step}{of}, loss {status.loss:.3f}{validation}{skipped}, {speed}"
+    utilised = "" if status.mfu is None else f", MFU {status.mfu:.1%}"
+    return f"step {status.step}{of}, loss {status.loss:.3f}{validation}{skipped}, {speed}{utilised}"
 
 
 def _resources(status: Status) -> str:

@@ -31,6 +31,7 @@ from zerofold.optim.host_pool import HostPool, PoolJob
 from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.placement import Tier
 from zerofold.slab import Slab
+from zerofold.timing import DISK, HOST
 
 _PAGE = 1024  # elements of 4 bytes
 
@@ -41,13 +42,23 @@ class SlabUpdate:
 
     jobs: list[Job | PoolJob] = field(default_factory=list)
     ends: list[Ends] = field(default_factory=list)  # filled by the jobs
+    slab: Slab | None = None
+    submitted: float = field(default_factory=time.perf_counter)
+
+    @property
+    def waits_for(self) -> str:
+        return DISK if self.slab is not None and self.slab.tier is Tier.NVME else HOST
 
     @property
     def is_near(self) -> bool:
         return all(job.is_done for job in self.jobs)
 
     def sent(self, done: Done) -> None:
+        """A chunk is through, on a thread of the host's."""
         self.ends.append(Ends(done, done))
+        tape = None if self.slab is None else self.slab.clock.tape
+        if tape is not None and self.slab is not None:
+            tape.beside(HOST, self.slab.unit, self.submitted, what="update")
 
     def wait(self) -> None:
         for job in self.jobs:
@@ -185,7 +196,7 @@ class AwayUpdates:
         slab.written(before)
         self._versions[slab] = _versions(slab)
         slab.home.step.is_under_way = True
-        slab.update = update = SlabUpdate()
+        slab.update = update = SlabUpdate(slab=slab)
         self._under_way.append(update)
         return update
 
@@ -295,7 +306,11 @@ def _from_disk(
     disk: DiskUpdate, batch: list[Chunk], following: list[Chunk], updates: dict[int, SlabUpdate]
 ) -> Callable[[], None]:
     def work() -> None:
+        begun, tape = time.perf_counter(), batch[0].slab.clock.tape
         for chunk, end in zip(batch, disk.run(batch, following), strict=True):
             updates[id(chunk)].ends.append(end)
+        if tape is not None:
+            nbytes = sum(2 * state.nbytes for chunk in batch for state in chunk.states)  # read, and written again
+            tape.beside(DISK, batch[0].slab.unit, begun, nbytes, what="read, update, write")
 
     return work

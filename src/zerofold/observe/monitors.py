@@ -1,11 +1,13 @@
-"""Where the numbers of a run go: CSV files in DeepSpeed's layout, TensorBoard, Weights & Biases."""
+"""Where the numbers of a run go: CSV files in DeepSpeed's layout, TensorBoard, Weights & Biases, Prometheus."""
 
 from __future__ import annotations
 
 import csv
 import importlib
 import importlib.util
+import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -86,19 +88,91 @@ class WandbWriter:
         self._run.finish()
 
 
+class PrometheusWriter:
+    """A file for the textfile collector of Prometheus' node_exporter, rewritten as one with the latest numbers.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     writer = PrometheusWriter(Path(folder) / "run.prom", {"run": "first"})
+    ...     writer.write([Event("train/loss", 2.5, 8)])
+    ...     print((Path(folder) / "run.prom").read_text())
+    # HELP zerofold_train_loss train/loss of a training run, the latest value.
+    # TYPE zerofold_train_loss gauge
+    zerofold_train_loss{run="first"} 2.5
+    # HELP zerofold_step Optimizer steps, or samples, until now.
+    # TYPE zerofold_step gauge
+    zerofold_step{run="first"} 8
+    <BLANKLINE>
+    """
+
+    def __init__(self, path: str | os.PathLike[str], labels: dict[str, str]) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+        self._latest: dict[str, Event] = {}
+
+    def write(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._latest[event.name] = event
+        if not self._latest:
+            return
+        lines = []
+        for name, event in self._latest.items():
+            metric = "zerofold_" + re.sub(r"[^a-zA-Z0-9_]", "_", name).lower()
+            lines += self._metric(metric, f"{name} of a training run, the latest value.", event.value)
+        steps = max(event.samples for event in self._latest.values())
+        lines += self._metric("zerofold_step", "Optimizer steps, or samples, until now.", steps)
+        # The collector may read at any moment, and takes every *.prom it finds: so another ending until it is whole.
+        new = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
+        new.write_text("\n".join(lines) + "\n")
+        new.replace(self._path)
+
+    def close(self) -> None:
+        """The last numbers stay."""
+
+    def _metric(self, name: str, about: str, value: float) -> list[str]:
+        labels = f"{{{self._labels}}}" if self._labels else ""
+        return [f"# HELP {name} {about}", f"# TYPE {name} gauge", f"{name}{labels} {_number(value)}"]
+
+
+def _number(value: float) -> str:
+    """As Prometheus writes numbers.
+
+    >>> [_number(value) for value in (1, 0.25, math.inf, -math.inf, math.nan)]
+    ['1', '0.25', '+Inf', '-Inf', 'NaN']
+    """
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return f"{value!r}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
 def make_writers(monitors: Iterable[FileMonitor | WandbMonitor], *, rank: int) -> list[Writer]:
     """On the first rank alone; every rank says so where a package is missing, so that none waits for another."""
     writers: list[Writer] = []
     for monitor in monitors:
-        package = {"tensorboard": "tensorboard", "wandb": "wandb"}.get(monitor.kind)
-        if package is not None and importlib.util.find_spec(package) is None:
+        if is_missing(monitor.kind):
             raise ConfigError(
-                f"{monitor.kind}.enabled: true needs the package {package}, which is not installed; "
-                f"pip install {package}, or use csv_monitor"
+                f"{monitor.kind}.enabled: true needs the package {monitor.kind}, which is not installed; "
+                f"pip install {monitor.kind}, or use csv_monitor"
             )
         if rank == 0:
             writers.append(_make(monitor))
     return writers
+
+
+def is_missing(kind: str) -> bool:
+    """Whether a writer of this kind needs a package that is not installed. Both are called what the writer is called.
+
+    >>> is_missing("csv_monitor")
+    False
+    """
+    return kind in ("tensorboard", "wandb") and importlib.util.find_spec(kind) is None
 
 
 def _make(monitor: FileMonitor | WandbMonitor) -> Writer:

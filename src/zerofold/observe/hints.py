@@ -1,0 +1,161 @@
+"""What follows from the numbers of a run: one sentence for each thing that would make it faster or roomier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+GATHERS_WAIT = REDUCES_WAIT = HOST_WAITS = DISK_WAITS = 0.10  # of a step
+AGREEMENTS_WAIT = 0.05
+SLOW_UPDATE = 0.15
+FEW_BYTES = 0.50  # of the device's memory
+MANY_SKIPS = 0.02  # of the steps
+WRONG_BY = 0.10  # a prediction
+
+Book = Mapping[str, Any]
+"""What ledger.json holds."""
+
+
+def hints(book: Book) -> list[str]:
+    """Most important first: what costs the most time, then memory, then what was predicted wrongly.
+
+    >>> hints({"time": {"compute": 0.5, "gather": 0.5, "step": 1.0}, "stage": "3", "world": 8})[0]
+    'Gathering parameters keeps a step waiting for 50% of its time: raise live_bytes, so that more units are fetched \
+ahead, or choose larger units; over several nodes stage="hpz" gathers inside a node in backward.'
+    """
+    found = [hint for rule in _RULES if (hint := rule(book)) is not None]
+    waits = sorted((hint for hint in found if hint[0] > 0), key=lambda hint: -hint[0])
+    return [text for _, text in (*waits, *(hint for hint in found if hint[0] == 0))]
+
+
+_Hint = tuple[float, str]
+"""The part of a step that it is about, 0 where it is about something else; and the sentence."""
+
+
+def _part(book: Book, *categories: str) -> float:
+    times = book.get("time") or {}
+    step = times.get("step") or 0.0
+    return sum(times.get(category, 0.0) for category in categories) / step if step else 0.0
+
+
+def _gather(book: Book) -> _Hint | None:
+    part = _part(book, "gather")
+    if part <= GATHERS_WAIT:
+        return None
+    if book.get("stage") in ("0", "1", "2", "dp"):
+        fix = "fetching what other ranks have updated takes longer than the first units compute: use a larger batch"
+    else:
+        fix = "raise live_bytes, so that more units are fetched ahead, or choose larger units; over several nodes "
+        fix += 'stage="hpz" gathers inside a node in backward'
+    return part, f"Gathering parameters keeps a step waiting for {part:.0%} of its time: {fix}."
+
+
+def _reduce(book: Book) -> _Hint | None:
+    part = _part(book, "reduce")
+    if part <= REDUCES_WAIT:
+        return None
+    narrow = book.get("precision") in ("bf16", "fp16") and book.get("wire") == "fp32"
+    fix = "zf.Precision(reduction=torch.bfloat16) halves what is sent; or " if narrow else ""
+    fix += "let more micro-batches make a step (accumulate), or raise buffer_bytes"
+    return part, f"Reducing gradients keeps a step waiting for {part:.0%} of its time: {fix}."
+
+
+def _agreements(book: Book) -> _Hint | None:
+    part = _part(book, "other")
+    if part <= AGREEMENTS_WAIT:
+        return None
+    return part, (
+        f"Agreements of a few numbers take {part:.0%} of a step, which is waiting for the slowest rank: give ranks "
+        "batches of equal length, and look for a slower device or a loader that stalls."
+    )
+
+
+def _host(book: Book) -> _Hint | None:
+    part = _part(book, "host")
+    if part <= HOST_WAITS:
+        return None
+    return part, (
+        f"States on the host keep a step waiting for {part:.0%} of its time: keep a larger part on the device "
+        "(offload={'optimizer': 0.5}), update more of them there ('device_share'), or let more micro-batches make a "
+        "step (accumulate)."
+    )
+
+
+def _disk(book: Book) -> _Hint | None:
+    part = _part(book, "disk")
+    if part <= DISK_WAITS:
+        return None
+    return part, (
+        f"The disk keeps a step waiting for {part:.0%} of its time: let more micro-batches make a step (accumulate), "
+        "or keep part of the states in host memory (offload='auto')."
+    )
+
+
+def _update(book: Book) -> _Hint | None:
+    part = _part(book, "update")
+    if part <= SLOW_UPDATE:
+        return None
+    fix = "one_pass=True or fused=True updates in one pass over memory; a higher stage gives each rank less to update"
+    return part, f"The update takes {part:.0%} of a step: {fix}."
+
+
+def _wire(book: Book) -> _Hint | None:
+    is_wide = book.get("precision") in ("bf16", "fp16") and book.get("wire") == "fp32"
+    if not is_wide or book.get("world", 1) == 1 or _part(book, "reduce") > REDUCES_WAIT or _part(book, "reduce") < 0.02:
+        return None
+    return 0.0, (
+        "Gradients travel in fp32 while the model computes in 16 bits: zf.Precision(reduction=torch.bfloat16) halves "
+        "what reductions send, at the cost of their precision."
+    )
+
+
+def _room(book: Book) -> _Hint | None:
+    memory, peak = book.get("device_memory"), (book.get("peak_bytes") or {}).get("device")
+    if not memory or not peak or peak > FEW_BYTES * memory:
+        return None
+    free, stage = f"{peak / memory:.0%} of the device's memory was used", book.get("stage")
+    if any((book.get("tier_bytes") or {}).get(tier) for tier in ("host", "nvme")):
+        return 0.0, f"At most {free}: keep more states on the device ('reserve' of offload=, or a smaller part)."
+    if stage not in (None, "0") and book.get("world", 1) > 1:
+        return 0.0, f"At most {free}: a larger batch, or a lower stage than {stage}, sends less for each sample."
+    return 0.0, f"At most {free}: a larger batch makes better use of it."
+
+
+def _skips(book: Book) -> _Hint | None:
+    skipped, steps = book.get("skipped_steps", 0), book.get("steps", 0)
+    if not steps or skipped / steps <= MANY_SKIPS:
+        return None
+    fix = "begin with a smaller loss scale, or use bf16, which needs none"
+    if book.get("precision") != "fp16":
+        fix = "use a smaller learning rate or clip gradients"
+    return 0.0, f"{skipped} of {steps} steps were skipped for gradients that were not finite: {fix}."
+
+
+def _predicted(book: Book) -> _Hint | None:
+    wrong = [
+        (abs(row["measured"] / row["predicted"] - 1), row)
+        for row in book.get("predicted") or ()
+        if row.get("predicted") and row.get("measured") and row.get("unit") == "bytes"
+    ]
+    worst = max(wrong, key=lambda each: each[0], default=None)
+    if worst is None or worst[0] <= WRONG_BY:
+        return None
+    by, row = worst
+    return 0.0, (
+        f"The plan was wrong by {by:.0%} about {row['line']} on the {row['where']}: leave that much room when you plan "
+        "the next run of this model."
+    )
+
+
+_RULES: tuple[Callable[[Book], _Hint | None], ...] = (
+    _gather,
+    _reduce,
+    _agreements,
+    _host,
+    _disk,
+    _update,
+    _room,
+    _wire,
+    _skips,
+    _predicted,
+)

@@ -1,0 +1,157 @@
+"""Time and peaks of one model while it trains, from the tape that its engine writes."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from zerofold.engine import Engine
+from zerofold.observe.states import Totals, totals
+from zerofold.placement import Tier
+from zerofold.timing import Tape
+from zerofold.unit import Unit
+
+STATES = ("parameters", "gradients", "optimizer", "gathered", "buffers", "other")
+
+
+class CommRow(NamedTuple):
+    """What one collective has sent in a step, on the average, to one group of ranks."""
+
+    operation: str
+    group: str
+    calls: float
+    nbytes: float
+
+
+class _Gradients(NamedTuple):
+    """Of one unit, in bytes."""
+
+    everywhere: int
+    on_device: int
+
+
+class Recording:
+    """Begins when it is made; `stop` ends it, and what it has seen stays."""
+
+    def __init__(self, engine: Engine, *, trace: bool, keep: int) -> None:
+        if engine.clock.tape is not None:
+            raise RuntimeError("this model is being recorded already: stop that recording first")
+        self._engine = engine
+        self.steps = 0
+        """Optimizer steps since it began; the times of the last one may not be known yet."""
+        self.peaks = dict.fromkeys(STATES, 0)
+        self.unit_peaks: dict[str, int] = {}
+        """Of gradients, by unit."""
+        self.device_peak = 0
+        self.tier_peaks: dict[str, dict[str, int]] = {}
+        self._gradients: dict[int, _Gradients] = {}
+        self._sums = _Gradients(0, 0)
+        self._totals_of: object = None
+        self._totals = Totals(0, 0, 0, 0)
+        self._sent, self._calls = dict(engine.traffic.sent), dict(engine.traffic.counts)
+        self.tape = Tape(engine.device, traces=trace, keep=keep)
+        self.tape.sample, self.tape.after_step = self._sample, self._after_step
+        self._sample(None)
+        engine.clock.tape, engine.recording = self.tape, self
+
+    def stop(self) -> None:
+        """Ends it. A second time does nothing."""
+        if self._engine.clock.tape is self.tape:
+            self._engine.clock.tape = None
+            if self._engine.device.type == "cuda":
+                torch.cuda.synchronize(self._engine.device)
+            self.tape.read()
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def time(self) -> dict[str, float]:
+        """Seconds of the mean step by what they were spent on, and all together as "step"."""
+        return mean_step(self.tape.seconds, self.tape.steps)
+
+    def comm(self) -> list[CommRow]:
+        traffic, steps = self._engine.traffic, max(1, self.steps)
+        return [
+            CommRow(
+                operation,
+                group,
+                (traffic.counts[operation, group] - self._calls.get((operation, group), 0)) / steps,
+                (sent - self._sent.get((operation, group), 0.0)) / steps,
+            )
+            for (operation, group), sent in list(traffic.sent.items())
+            if traffic.counts[operation, group] > self._calls.get((operation, group), 0)
+        ]
+
+    def peak_bytes(self) -> dict[str, int]:
+        """By memory. On the CPU the device's is what the states and buffers took together, activations not counted."""
+        found = {Tier.DEVICE.value: self.device_peak}
+        if self._engine.device.type == "cuda":
+            found[Tier.DEVICE.value] = torch.cuda.max_memory_allocated(self._engine.device)
+        return found | {tier: sum(states.values()) for tier, states in self.tier_peaks.items() if states}
+
+    def _after_step(self) -> None:
+        self.steps += 1
+        self._sample(None)
+        memory = self._engine.offloading.memory
+        for tier in (Tier.HOST, Tier.NVME) if self._engine.is_offloaded else ():
+            peaks = self.tier_peaks.setdefault(tier.value, {})
+            for state, nbytes in memory.bytes_by_state(tier).items():
+                peaks[state] = max(nbytes, peaks.get(state, 0))
+
+    def _sample(self, unit: Unit | None) -> dict[str, int]:
+        """Only the unit that something has happened to is looked at anew, so that this costs little in large models."""
+        engine = self._engine
+        for each in engine.units if unit is None else (unit,):
+            before, now = self._gradients.get(each.index, _NOTHING), _gradients_of(each)
+            if now != before:
+                self._gradients[each.index] = now
+                self._sums = _Gradients(*(s + n - b for s, n, b in zip(self._sums, now, before, strict=True)))
+                self.unit_peaks[each.name] = max(now.everywhere, self.unit_peaks.get(each.name, 0))
+        known = sum(len(optimizer.state) for optimizer in engine.optimizers), engine.changes.count
+        if known != self._totals_of:
+            self._totals_of, self._totals = known, totals(engine)
+        found = {
+            "parameters": self._totals.parameters,
+            "gradients": self._sums.everywhere,
+            "optimizer": self._totals.optimizer,
+            "gathered": engine.schedule.live,
+            "buffers": engine.pool.nbytes + engine.cache.nbytes,
+            "other": 0,
+        }
+        held = self._totals.on_device + self._sums.on_device + found["gathered"] + found["buffers"]
+        if engine.device.type == "cuda":
+            stats = torch.cuda.memory.memory_stats_as_nested_dict(engine.device)
+            allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
+            found["other"] = max(0, allocated - held)
+        self.device_peak = max(self.device_peak, held + found["other"])
+        for state, nbytes in found.items():
+            self.peaks[state] = max(self.peaks[state], nbytes)
+        return found
+
+
+_NOTHING = _Gradients(0, 0)
+
+
+def _gradients_of(unit: Unit) -> _Gradients:
+    everywhere = on_device = 0
+    for slab in unit.slabs:
+        nbytes = slab.gradients.nbytes
+        everywhere += nbytes
+        on_device += nbytes if slab.tiers.gradients is Tier.DEVICE else 0
+    return _Gradients(everywhere, on_device)
+
+
+def mean_step(seconds: dict[str, float], steps: int) -> dict[str, float]:
+    """
+    >>> mean_step({"compute": 3.0, "gather": 1.0}, 2)
+    {'compute': 1.5, 'gather': 0.5, 'step': 2.0}
+    """
+    each: dict[str, Any] = {category: spent / max(1, steps) for category, spent in seconds.items()}
+    return {**each, "step": sum(each.values())}

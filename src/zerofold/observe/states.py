@@ -1,0 +1,73 @@
+"""How many bytes each state takes on this rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerofold.engine import Engine
+from zerofold.placement import Tier
+from zerofold.sharded import ShardedTensor
+from zerofold.slab import Slab
+
+
+class Totals(NamedTuple):
+    """Bytes of what stays between steps, in whatever memory; and of it, on the device."""
+
+    parameters: int
+    optimizer: int
+    device_parameters: int
+    device_optimizer: int
+
+    @property
+    def on_device(self) -> int:
+        return self.device_parameters + self.device_optimizer
+
+
+def totals(engine: Engine) -> Totals:
+    slabs, states = engine.slabs(), optimizer_tensors(engine)
+    device = engine.offloading.memory.device
+    here = [slab for slab in slabs if not slab.is_away]
+    copies = [slab.copy_of_shard for slab in slabs if slab.is_away and slab.tiers.parameters is Tier.DEVICE]
+    return Totals(
+        parameters=sum(map(parameter_nbytes, slabs)),
+        optimizer=sum(map(nbytes_of, states)) + sum(map(master_nbytes, slabs)),
+        device_parameters=sum(map(parameter_nbytes, here)) + sum(copy.nbytes for copy in copies if copy is not None),
+        device_optimizer=sum(nbytes_of(state) for state in states if _is_on_device(state, device))
+        + sum(map(master_nbytes, here)),
+    )
+
+
+def optimizer_tensors(engine: Engine) -> list[Tensor]:
+    states = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def is_temporary(slab: Slab) -> bool:
+    """The storage goes after use."""
+    return slab.has_own_shard and not slab.is_kept
+
+
+def parameter_nbytes(slab: Slab) -> int:
+    """What forward computes with and stays. A master counts with the optimizer's states."""
+    if is_temporary(slab):
+        kept = 0 if slab.dtypes.has_master else slab.master.nbytes
+    else:
+        kept = slab.storage.nbytes
+    return kept + (0 if slab.copy is None else slab.copy.nbytes)
+
+
+def master_nbytes(slab: Slab) -> int:
+    return slab.master.nbytes if slab.dtypes.has_master else 0
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    return tensor.form.nbytes if isinstance(tensor, ShardedTensor) else tensor.nbytes
+
+
+def _is_on_device(tensor: Tensor, device: torch.device) -> bool:
+    """On a CPU run, what was taken from another tier is not the device's either: it is mapped memory."""
+    form = tensor.form if isinstance(tensor, ShardedTensor) else tensor
+    return form.device == device and (device.type != "cpu" or form.untyped_storage().resizable())

@@ -1,0 +1,341 @@
+"""When things happen on this rank: what its computing waits for, and what every unit is doing. Off unless asked for.
+
+marks   |compute      |gather |compute         |reduce|compute |update    |     where the time of a step goes
+        t0            t1      t2               t3     t4       t5         t6
+spans   [ forward blocks.0 ][ wait ][ forward blocks.1 ] …                      what a timeline shows
+
+A mark says what begins with it; the time until the next mark is that. On a CPU it is a time of the clock. On CUDA it is
+an event on the stream that computes, so that a wait is as long as that stream stands still, whoever waits: the stream
+for another stream, or the host for something else while the stream runs dry. Events are read a step later, when they
+are over, and nobody is kept waiting for that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+COMPUTE, GATHER, REDUCE, OTHER, HOST, DISK, UPDATE = (
+    "compute",
+    "gather",
+    "reduce",
+    "other",
+    "host",
+    "disk",
+    "update",
+)
+CATEGORIES = (COMPUTE, GATHER, REDUCE, OTHER, HOST, DISK, UPDATE)
+EXPOSED = (GATHER, REDUCE, OTHER)
+"""Of them: communication that nothing hides."""
+FORWARD, BACKWARD, WAIT = "forward", "backward", "wait"
+MAIN, WIRE = "main", "wire"
+LANES = (MAIN, WIRE, HOST, DISK)
+
+Stamp = Any
+"""A point in time that may have to be asked for later: seconds, or an event of a device."""
+
+
+class Span(NamedTuple):
+    """Something that took a while. `begin` and `end` are seconds on this rank's clock, `time.perf_counter()`."""
+
+    lane: str
+    category: str
+    name: str
+    unit: str
+    begin: float
+    end: float
+    nbytes: int = 0
+
+
+class Sample(NamedTuple):
+    """Bytes by state at one moment."""
+
+    at: float
+    nbytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step that is over: seconds by category, and what a timeline shows of it."""
+
+    begin: float
+    end: float
+    seconds: dict[str, float]
+    spans: list[Span]
+    samples: list[Sample]
+
+
+class Stamps(Protocol):
+    def now(self) -> Stamp: ...
+    def is_over(self, stamp: Stamp) -> bool:
+        """Whether its time can be read."""
+
+    def after(self, first: Stamp, stamp: Stamp) -> float:
+        """Seconds from one to the other."""
+
+    def take_back(self, stamps: list[Stamp]) -> None:
+        """Nobody will read them any more."""
+
+
+class HostStamps:
+    """The clock of the host."""
+
+    now = staticmethod(time.perf_counter)
+
+    def is_over(self, stamp: Stamp) -> bool:
+        return True
+
+    def after(self, first: Stamp, stamp: Stamp) -> float:
+        return float(stamp - first)
+
+    def take_back(self, stamps: list[Stamp]) -> None:
+        """Numbers need no care."""
+
+
+class CudaStamps:
+    """Events on the stream that was current when the tape began. They are used again when they have been read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._free: list[torch.cuda.Event] = []
+
+    def now(self) -> Stamp:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def is_over(self, stamp: Stamp) -> bool:
+        return bool(stamp.query())
+
+    def after(self, first: Stamp, stamp: Stamp) -> float:
+        return float(first.elapsed_time(stamp)) / 1000
+
+    def take_back(self, stamps: list[Stamp]) -> None:
+        self._free += stamps
+
+
+class _Open(NamedTuple):
+    """A span whose times are stamps."""
+
+    lane: str
+    category: str
+    name: str
+    unit: str
+    begin: Stamp
+    end: Stamp
+    nbytes: int
+
+
+@dataclass
+class _Step:
+    """The step under way, as it is written down."""
+
+    first: Stamp
+    marks: list[tuple[Stamp, str]]
+    spans: list[_Open] = field(default_factory=list)
+    beside: list[Span] = field(default_factory=list)  # by the host's clock, from any thread
+    samples: list[tuple[Stamp, dict[str, int]]] = field(default_factory=list)
+    stamps: list[Stamp] = field(default_factory=list)  # all that were taken
+    last: Stamp = None
+
+
+class Tape:
+    """Written by the training thread (autograd's counts as the same: one waits for the other), step by step.
+
+    `traces` keeps spans and samples of the last `keep` steps; without it only seconds by category are kept.
+
+    >>> tape = Tape(torch.device("cpu"))
+    >>> with tape.spent(GATHER, "blocks.0"):
+    ...     time.sleep(0.01)
+    >>> tape.end_step()
+    >>> tape.steps, 0.01 <= tape.seconds[GATHER] < 1
+    (1, True)
+    """
+
+    def __init__(self, device: torch.device, *, traces: bool = True, keep: int = 2) -> None:
+        self.traces = traces
+        self.steps = 0
+        """That are over and read."""
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
+        """Of all of them together."""
+        self.last_steps: deque[StepTimes] = deque(maxlen=keep)
+        self.sample: Callable[[Any], dict[str, int]] | None = None
+        """What the memory holds when a unit (or None: any) has just changed something."""
+        self.after_step: Callable[[], None] | None = None
+        self._stamps: Stamps = CudaStamps(device) if device.type == "cuda" else HostStamps()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # once: from here on its clock and the host's run side by side
+        self._begin = time.perf_counter()
+        self._stack: list[tuple[str, str, Stamp]] = []
+        self._forwards: dict[str, Stamp] = {}
+        self._backward: tuple[str, Stamp] | None = None
+        self._lane_ends: dict[str, float] = {}
+        self._unread: deque[_Step] = deque()
+        self._retired: list[Stamp] = []
+        self._new_step(self._stamps.now())
+
+    # what is waited for, and the update
+
+    def begin(self, category: str, unit: str = "") -> None:
+        stamp = self.stamp()
+        self._step.marks.append((stamp, category))
+        self._stack.append((category, unit, stamp))
+
+    def end(self) -> None:
+        if not self._stack:
+            return  # a step has ended in between: one that raised
+        category, unit, began = self._stack.pop()
+        stamp = self.stamp()
+        self._step.marks.append((stamp, self._stack[-1][0] if self._stack else COMPUTE))
+        if self.traces:
+            shown = UPDATE if category == UPDATE else WAIT
+            name = UPDATE if category == UPDATE else f"wait for {category} {unit or 'root'}"
+            self._step.spans.append(_Open(MAIN, shown, name, unit, began, stamp, 0))
+
+    def begin_update(self) -> None:
+        """Gradients are all there. An update before that has raised is over."""
+        while self._stack:
+            self.end()
+        self.begin(UPDATE)
+
+    @contextmanager
+    def spent(self, category: str, unit: str = "") -> Iterator[None]:
+        """What is inside is no computing."""
+        self.begin(category, unit)
+        try:
+            yield
+        finally:
+            self.end()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is inside is no part of a step: an evaluation, a checkpoint."""
+        self.begin(_PAUSE)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def end_step(self) -> None:
+        """The optimizer has stepped: the next step begins."""
+        while self._stack:
+            self.end()
+        step, last = self._step, self._stamps.now()
+        step.last = last
+        self._unread.append(step)
+        self._new_step(last)
+        if self.after_step is not None:
+            self.after_step()
+        self.read()
+
+    # what units do, for a timeline
+
+    def stamp(self) -> Stamp:
+        stamp = self._stamps.now()
+        self._step.stamps.append(stamp)
+        return stamp
+
+    def forward(self, unit: str) -> None:
+        if self.traces:
+            self._forwards[unit] = self.stamp()
+
+    def forward_ends(self, unit: str) -> None:
+        began = self._forwards.pop(unit, None)
+        if began is not None:
+            self._add(FORWARD, unit, began)
+
+    def backward(self, unit: str) -> None:
+        """Until the next unit's begins: which of two events comes first, its end or that, depends on autograd."""
+        if self.traces:
+            self.backward_ends()
+            self._backward = unit, self.stamp()
+
+    def backward_ends(self) -> None:
+        if self._backward is not None:
+            unit, began = self._backward
+            self._backward = None
+            self._add(BACKWARD, unit, began)
+
+    def on_wire(self, category: str, unit: str, began: Stamp, nbytes: int, ended: float | None = None) -> None:
+        """A collective is through. `ended` where somebody saw when; otherwise when its result was waited for."""
+        if self.traces:
+            end = self.stamp() if ended is None else ended
+            self._step.spans.append(_Open(WIRE, category, f"{category} {unit or 'root'}", unit, began, end, nbytes))
+
+    def beside(self, lane: str, unit: str, began: float, nbytes: int = 0, *, what: str) -> None:
+        """Work of another thread is through. It began at `began`, or when the work before it in its lane ended."""
+        if self.traces:
+            now = time.perf_counter()
+            began = max(began, self._lane_ends.get(lane, began))
+            self._lane_ends[lane] = now
+            self._step.beside.append(Span(lane, lane, f"{what} {unit or 'root'}", unit, began, now, nbytes))
+
+    def take_sample(self, unit: Any = None) -> None:
+        if self.sample is not None:
+            nbytes = self.sample(unit)
+            if self.traces:
+                self._step.samples.append((self.stamp(), nbytes))
+
+    def _add(self, category: str, unit: str, began: Stamp) -> None:
+        name = f"{category} {unit or 'root'}"
+        self._step.spans.append(_Open(MAIN, category, name, unit, began, self.stamp(), 0))
+
+    # reading
+
+    def read(self) -> None:
+        """Takes in the steps whose end has been reached."""
+        while self._unread and self._stamps.is_over(self._unread[0].last):
+            self._take_in(self._unread.popleft())
+
+    def _new_step(self, first: Stamp) -> None:
+        self._step = _Step(first, [(first, COMPUTE)])
+        self._forwards.clear()
+        self._backward = None
+
+    def _take_in(self, step: _Step) -> None:
+        after = self._stamps.after
+        seconds = dict.fromkeys((*CATEGORIES, _PAUSE), 0.0)
+        at = [after(step.first, stamp) for stamp, _ in step.marks] + [after(step.first, step.last)]
+        for (_, category), begin, end in zip(step.marks, at, at[1:], strict=False):
+            seconds[category] += end - begin
+        seconds.pop(_PAUSE)
+        for category, spent in seconds.items():
+            self.seconds[category] += spent
+        self.steps += 1
+
+        def clock(stamp: Stamp) -> float:
+            return stamp if isinstance(stamp, float) else self._begin + after(step.first, stamp)
+
+        # On the host's clock stamps are its own seconds; a device's count from the beginning of the step.
+        begin = clock(step.first)
+        end = clock(step.last)
+        if self.traces:
+            spans = [_read_span(span, clock) for span in step.spans]
+            samples = [Sample(clock(stamp), nbytes) for stamp, nbytes in step.samples]
+            everything = spans + step.beside
+            self.last_steps.append(StepTimes(begin, end, seconds, everything, samples))
+        self._begin = end
+        # One step later: a gather that was begun in this one may be waited for in the next.
+        self._stamps.take_back(self._retired)
+        self._retired = [step.first, *step.stamps]
+
+
+_PAUSE = "pause"
+
+
+def _read_span(span: _Open, clock: Callable[[Stamp], float]) -> Span:
+    begin, end = clock(span.begin), clock(span.end)
+    return Span(span.lane, span.category, span.name, span.unit, min(begin, end), end, span.nbytes)
+
+
+@dataclass
+class Clock:
+    """Where the parts of an engine find the tape while one is running; None otherwise, and nothing is done."""
+
+    tape: Tape | None = None
