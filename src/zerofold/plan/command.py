@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from zerofold.offload.wishes import read_size
 from zerofold.plan.call import DEFAULT_PRESET, Plan, plan
 from zerofold.plan.machine import GB, Link, Machine
 from zerofold.plan.measure import this_machine
+from zerofold.plan.page import write_page
 from zerofold.plan.presets import changed, preset, preset_names
 
 _PRESETS = ", ".join(preset_names())
@@ -133,4 +133,4 @@ def _fleet(
 
 
 def _write_page(found: Plan, file: Path) -> None:
-    importlib.import_module("zerofold.plan.page").write_page(found.to_dict(), file)
+    write_page(found.to_dict(), file)

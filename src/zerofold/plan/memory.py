@@ -54,6 +54,7 @@ LINES = (
     "logits",
     "update ring",
     "library workspaces",
+    "model buffers",
     "init peak",
     "fragmentation reserve",
 )
@@ -118,7 +119,7 @@ def memory(
         ranks,
         machine,
         point,
-        taken=gathered + ring + buffers + workspaces,
+        taken=gathered + ring + buffers + workspaces + model.buffers,
         activations=alive + most_local,
         given=tiers,
     )
@@ -131,7 +132,7 @@ def memory(
         gradients=states[GRADIENTS],
         gradients_stay=not ranks.alone or point.accumulate > 1,
         gathered=gathered,
-        fixed=buffers + workspaces,
+        fixed=buffers + workspaces + model.buffers,
         ring=ring,
     )
     init = _init_peak(units, ranks, widths, point, model, parts)
@@ -151,6 +152,7 @@ def memory(
         "logits": logits,
         "update ring": ring,
         "library workspaces": workspaces,
+        "model buffers": model.buffers,
         "init peak": init,
         "fragmentation reserve": reserve,
     }
@@ -247,14 +249,18 @@ def _instants(
             gradients = parts.gradients if parts.gradients_stay else 0
             yield Instant(f"forward of {name}", base + gradients + parts.gathered + alive)
             continue
-        local = local_gradients(unit, ranks, widths, point)
+        local = local_gradients(unit, ranks, widths, point, made_at_most=moment.gradients)
         if parts.gradients_stay:
             yield Instant(f"backward of {name}", base + parts.gradients + local + parts.gathered + alive)
             continue
         repeats = min(moment.repeats, unit.shape.count)
-        for done, left in ((1, alive), (repeats, alive - growth * (repeats - 1))):
-            come = share.after(moment.unit, done, is_first=first_root)
-            yield Instant(f"backward of {name}", base + come + local + parts.gathered + max(0, left))
+        now = unit.states.gradients if moment.gradients is None else moment.gradients
+        for done in (0, repeats - 1):  # of the equal units before this one
+            come = share.after(moment.unit, done, is_first=first_root) + int(now * share.part)
+            left = max(0, alive - growth * done)
+            yield Instant(f"backward of {name}", base + min(come, parts.gradients) + local + parts.gathered + left)
+        come, left = share.after(moment.unit, repeats, is_first=first_root), max(0, alive - growth * repeats)
+        yield Instant(f"end of backward of {name}", base + come + local + parts.gathered + left)
         share.arrive(moment.unit, repeats, is_first=first_root)
         if unit.shape.name == ROOT:
             first_root = False
@@ -267,7 +273,7 @@ class _Coming:
     def __init__(self, units: Sequence[HeldUnit], total: int) -> None:
         self._units = units
         self._all = sum(unit.states.gradients * unit.shape.count for unit in units)
-        self._part = total / self._all if self._all else 0.0
+        self.part = total / self._all if self._all else 0.0
         self._arrived = 0.0
 
     def _of(self, index: int, count: int, is_first: bool) -> float:
@@ -278,11 +284,13 @@ class _Coming:
         large = [slab for slab in unit.slabs if slab.is_trained and slab.tensors == 1]
         last = max((slab.numel for slab in large), default=0) if len(large) > 1 else 0
         numel = sum(slab.numel for slab in unit.slabs if slab.is_trained)
+        if not count:
+            return 0.0
         late = last / numel if numel else 0.0
         return unit.states.gradients * ((1 - late) if is_first else late)
 
     def after(self, index: int, count: int, *, is_first: bool) -> int:
-        return int(min(self._all, self._arrived + self._of(index, count, is_first)) * self._part)
+        return int(min(self._all, self._arrived + self._of(index, count, is_first)) * self.part)
 
     def arrive(self, index: int, count: int, *, is_first: bool) -> None:
         self._arrived = min(self._all, self._arrived + self._of(index, count, is_first))

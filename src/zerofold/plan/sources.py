@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zerofold.plan.comparison import Parameter, shape_of
 from zerofold.plan.shape import ModelShape
+from zerofold.plan.tracing import trace
 from zerofold.units import assign, find_units
 
 Inputs = dict[str, Tensor]
@@ -120,9 +121,10 @@ def example_for(config: Any, seq: int | None = None) -> tuple[Example, int]:
     if seq is not None and longest and seq > longest:
         raise ValueError(f"--seq {seq} is longer than the {longest} positions of model_type {config.model_type!r}")
     length = seq or min(_LONGEST, longest or _LONGEST)
-    return lambda batch: {
-        name: torch.zeros(batch, length, dtype=torch.long, device="meta") for name in ("input_ids", "labels")
-    }, length
+    names = ["input_ids", "labels"]
+    if getattr(config, "is_encoder_decoder", False):
+        names.append("decoder_input_ids")  # else made from the labels, by a token that not every config names
+    return lambda batch: {name: torch.zeros(batch, length, dtype=torch.long, device="meta") for name in names}, length
 
 
 def from_function(
@@ -172,13 +174,15 @@ def _shape(built: Traced, name: str, source: str, precision: str, checkpoint_eve
         counted = shape_of_model(built.model, name)
         note = "no example of its inputs was given, so activations are not counted"
         return replace(counted, source=source, tokens=built.tokens, notes=(note,))
-    try:
-        trace = importlib.import_module("zerofold.plan.tracing").trace
-    except ModuleNotFoundError:
-        note = "activations are not counted: nothing here traces a model"
-        return replace(shape_of_model(built.model, name), source=source, tokens=built.tokens, notes=(note,))
     intervals = sorted({0, *checkpoint_every})
-    found: ModelShape = trace(built.model, built.example(2), checkpoint_every=intervals, precision=precision, name=name)
+    try:
+        found = trace(built.model, built.example(2), checkpoint_every=intervals, precision=precision, name=name)
+    except Exception as error:  # whatever the model's own code raises
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"{name} cannot be traced on the meta device: {type(error).__name__}: {first}; give its inputs with "
+            "--function module:function, or its size with --params"
+        ) from error
     return replace(found, source=source, tokens=built.tokens)
 
 
