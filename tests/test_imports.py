@@ -86,8 +86,9 @@ ROOMS = [
     "plan.call",
     "observe",
     "",  # the public face: zerofold/__init__.py
-    "plan.command",
     "plan.page",
+    "plan.sliders",
+    "plan.command",
     "simulation",
     "launch",
     "launcher",

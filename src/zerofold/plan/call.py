@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerofold.placement import Tier, Tiers, row
 from zerofold.plan.advice import Advice, advise
@@ -55,7 +55,9 @@ class Plan:
     advice: Advice
     searched: Searched
     paper: dict[str, float] = field(default_factory=dict)
-    """The memory model of spec papers for a transformer, where its numbers are known."""
+    """The memory model of ZeRO-Infinity for a transformer, where its numbers are known."""
+    remake: Callable[[int], ModelShape] | None = field(default=None, compare=False, repr=False)
+    """The model with sequences of another length, where it is made by formula."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -225,7 +227,12 @@ def plan(
     if checkpoint_every < 0:
         raise ValueError(f"checkpoint_every={checkpoint_every} must be 0 (keep everything) or more")
     fleet = _machine(machine, world_size, gpus_per_node, device_memory, host_memory, disk)
-    shape = _model(model, params, (layers, hidden, heads, vocab, seq), function, precision, flash, (checkpoint_every,))
+
+    def make(length: int | None) -> ModelShape:
+        numbers = Numbers(layers, hidden, heads, vocab, length)
+        return _model(model, params, numbers, function, precision, flash, (checkpoint_every,))
+
+    shape = make(seq)
     wanted = Point(
         micro_batch=micro_batch,
         accumulate=accumulate,
@@ -245,6 +252,7 @@ def plan(
         advice,
         _search(shape, fleet, precision),
         _paper(shape, wanted),
+        make if shape.source in ("count", "shape") else None,
     )
 
 
@@ -297,10 +305,20 @@ def _machine(
     )
 
 
+class Numbers(NamedTuple):
+    """Of a GPT, as far as they were given."""
+
+    layers: int | None
+    hidden: int | None
+    heads: int | None
+    vocab: int | None
+    seq: int | None
+
+
 def _model(
     model: str | ModelShape | None,
     params: float | None,
-    numbers: tuple[int | None, int | None, int | None, int | None, int | None],
+    numbers: Numbers,
     function: str | None,
     precision: str,
     flash: bool,

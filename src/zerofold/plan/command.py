@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from zerofold.offload.wishes import read_size
-from zerofold.plan.call import DEFAULT_PRESET, Plan, plan
+from zerofold.plan.call import DEFAULT_PRESET, plan
 from zerofold.plan.machine import GB, Link, Machine
 from zerofold.plan.measure import this_machine
-from zerofold.plan.page import write_page
 from zerofold.plan.presets import changed, preset, preset_names
+from zerofold.plan.sliders import write_plan_page
 
 _PRESETS = ", ".join(preset_names())
 
@@ -101,7 +101,7 @@ def plan_command(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     if html is not None:
-        _write_page(found, html)
+        write_plan_page(found, html)
     if config is not None:
         config.write_text(json.dumps(found.ds_config, indent=2) + "\n")
     if as_json:
@@ -130,7 +130,3 @@ def _fleet(
         inside=None if link_inside is None else Link(rate=link_inside * GB, latency=found.inside.latency),
         across=None if link_across is None else Link(rate=link_across * GB, latency=found.across.latency),
     )
-
-
-def _write_page(found: Plan, file: Path) -> None:
-    write_page(found.to_dict(), file)

@@ -13,6 +13,7 @@ from zerofold.offload.sizes import ByTier, UnitSize, bytes_of
 from zerofold.offload.wishes import AUTO, Offload
 from zerofold.placement import INSIDE, Row, Tier, Tiers, row
 from zerofold.plan.machine import Machine
+from zerofold.plan.mesh import mesh_of
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
 from zerofold.plan.slabs import SlabSize, slabs_of, unit_size
@@ -54,18 +55,9 @@ class Ranks:
 
 def ranks_of(machine: Machine, point: Point) -> Ranks:
     """Raises ValueError where the degrees do not divide the devices."""
-    over = point.tensor * point.pipeline
-    if over < 1 or machine.devices % over:
-        raise ValueError(
-            f"tensor={point.tensor} and pipeline={point.pipeline} do not divide {machine.devices} devices; choose "
-            "degrees whose product does"
-        )
-    data = machine.devices // over
+    mesh = mesh_of(machine, point)
     on_node = min(machine.per_node, machine.devices)
-    group = point.group or math.gcd(max(1, on_node // point.tensor), data)
-    if data % group:
-        raise ValueError(f"group={group} does not divide the {data} data-parallel ranks; choose a divisor of {data}")
-    return Ranks(data=data, group=group, on_node=on_node, placed=row(point.stage))
+    return Ranks(data=mesh.data, group=mesh.inside, on_node=on_node, placed=row(point.stage))
 
 
 @lru_cache(maxsize=64)
@@ -213,7 +205,7 @@ def by_tier(
         for tiers, times in chosen.get(index, {point.tiers: unit.shape.count}).items():
             if not tiers.is_offloaded:
                 for state, nbytes in unit.states._asdict().items():
-                    found[Tier.DEVICE][state] += int(nbytes) * times
+                    found[Tier.DEVICE][state] += math.trunc(nbytes) * times
                 continue
             for tier, states in bytes_of(unit.size, tiers).items():
                 for state, number in states.items():

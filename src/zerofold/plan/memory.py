@@ -10,10 +10,13 @@ and     activations so far             activations left, local           the upd
 
 The peak is the largest column, over all units. Gradients of a rank alone are what autograd made: they come one unit
 after the other while activations go.
+
+Numbers are made whole by `math.trunc`, not by `int`: the page of `--html` follows this arithmetic (`plan.followed`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -111,8 +114,8 @@ def memory(
     workspaces = 0 if on_cpu else LIBRARY_WORKSPACES
     may_offload = point.auto or point.tiers.is_offloaded or bool(tiers)
     ring = UPDATE_RING if may_offload and not on_cpu else 0
-    checkpoints, logits = int(activity.checkpoints.at(samples)), int(activity.logits.at(samples))
-    alive = max((int(moment.alive.at(samples)) for moment in activity.moments), default=0)
+    checkpoints, logits = math.trunc(activity.checkpoints.at(samples)), math.trunc(activity.logits.at(samples))
+    alive = max((math.trunc(moment.alive.at(samples)) for moment in activity.moments), default=0)
     most_local = max((local_gradients(unit, ranks, widths, point) for unit in units), default=0)
     tiered = by_tier(
         units,
@@ -139,7 +142,7 @@ def memory(
     peak = max(_instants(units, activity, parts, ranks, widths, point), key=lambda instant: instant.nbytes)
     peak = max(peak, Instant("init", init), key=lambda instant: instant.nbytes)
     comes_and_goes = gathered + buffers + most_local + alive
-    reserve = int(FRAGMENTATION * comes_and_goes)
+    reserve = math.trunc(FRAGMENTATION * comes_and_goes)
     device = {
         "parameters": parts.parameters,
         "gradients": parts.gradients,
@@ -174,7 +177,7 @@ def _working(units: Sequence[HeldUnit], activity: Activity, samples: int) -> int
         moment.alive.at(samples) - beside.get(units[moment.unit].shape.name, activity.checkpoints).at(samples)
         for moment in activity.moments
     )
-    return int(max(0, *numbers, 0))
+    return math.trunc(max(0, *numbers, 0))
 
 
 def activity_of(model: ModelShape, point: Point) -> Activity:
@@ -244,7 +247,7 @@ def _instants(
     for moment in activity.moments:
         unit = units[moment.unit]
         name = unit.shape.name or "the root"
-        alive, growth = int(moment.alive.at(samples)), abs(int(moment.growth.at(samples)))
+        alive, growth = math.trunc(moment.alive.at(samples)), abs(math.trunc(moment.growth.at(samples)))
         if moment.phase is Phase.FORWARD:
             gradients = parts.gradients if parts.gradients_stay else 0
             yield Instant(f"forward of {name}", base + gradients + parts.gathered + alive)
@@ -256,7 +259,7 @@ def _instants(
         repeats = min(moment.repeats, unit.shape.count)
         now = unit.states.gradients if moment.gradients is None else moment.gradients
         for done in (0, repeats - 1):  # of the equal units before this one
-            come = share.after(moment.unit, done, is_first=first_root) + int(now * share.part)
+            come = share.after(moment.unit, done, is_first=first_root) + math.trunc(now * share.part)
             left = max(0, alive - growth * done)
             yield Instant(f"backward of {name}", base + min(come, parts.gradients) + local + parts.gathered + left)
         come, left = share.after(moment.unit, repeats, is_first=first_root), max(0, alive - growth * repeats)
@@ -290,7 +293,7 @@ class _Coming:
         return unit.states.gradients * ((1 - late) if is_first else late)
 
     def after(self, index: int, count: int, *, is_first: bool) -> int:
-        return int(min(self._all, self._arrived + self._of(index, count, is_first)) * self.part)
+        return math.trunc(min(self._all, self._arrived + self._of(index, count, is_first)) * self.part)
 
     def arrive(self, index: int, count: int, *, is_first: bool) -> None:
         self._arrived = min(self._all, self._arrived + self._of(index, count, is_first))

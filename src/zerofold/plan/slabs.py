@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from zerofold.offload.sizes import UnitSize
 from zerofold.placement import Cut, Row
@@ -40,7 +39,6 @@ class SlabSize:
         return self.size * self.compute
 
 
-@lru_cache(maxsize=4096)
 def lay_out(numels: tuple[int, ...], widths: Widths, over: int, first_owns_all: bool, is_trained: bool) -> SlabSize:
     """The same numbers as `FlatLayout.even` and `by_owner`.
 

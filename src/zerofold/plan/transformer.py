@@ -124,7 +124,7 @@ def from_parameters(
     positions = max(1, min(seq, int(0.1 * count) // hidden))
     heads = max(1, hidden // (128 if hidden >= 2048 else 64))
     heads = next(number for number in range(heads, 0, -1) if hidden % number == 0)
-    layers = max(1, round((count - (vocab + positions) * hidden) / (12 * hidden**2)))
+    layers = max(1, round((count - vocab * hidden) / (12 * hidden**2)))
     size = GPTNumbers(layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq=seq)
     shape = _shape(size, f"{count / 1e9:.4g}B parameters", precision, flash, checkpoint_every)
     each = max(1, (total - min(total // 2, (vocab + positions) * hidden)) // layers)
