@@ -66,7 +66,8 @@ def bytes_of(unit: UnitSize, tiers: Tiers) -> ByTier:
     found[tiers.optimizer][shard_state] += shard_bytes
     found[tiers.optimizer][OPTIMIZER] += trained * unit.moments_bytes
     found[tiers.parameters][PARAMETERS] += copy
-    if tiers.gradients is Tier.DEVICE or tiers.gradients is not tiers.parameters or gradient != copy:
+    shares_slot = tiers.gradients is tiers.parameters is Tier.HOST and gradient == copy  # in a file each has its own
+    if not shares_slot:
         found[tiers.gradients][GRADIENTS] += gradient
     if unit.whole_parameters:
         found[Tier.DEVICE][PARAMETERS] += unit.gathered_bytes

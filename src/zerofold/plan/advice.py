@@ -113,7 +113,7 @@ def _changes(machine: Machine, point: Point) -> Iterator[tuple[str, Point, Machi
         yield f"micro-batches of {half.micro_batch}, {half.accumulate} to a step", half, machine
     if point.checkpoint_every == 0:
         yield "activation checkpointing", replace(cut, checkpoint_every=1), machine
-    three = replace(cut, stage="3", group=0, checkpoint_every=cut.checkpoint_every or 1)
+    three = replace(cut, stage="3", group=0, auto=False, checkpoint_every=cut.checkpoint_every or 1)
     yield "stage 3 with optimizer states on the host", replace(three, tiers=Tiers(Tier.HOST, Tier.HOST)), machine
     yield "stage 3 with all states on the host", replace(three, tiers=Tiers(Tier.HOST, Tier.HOST, Tier.HOST)), machine
     devices = machine.devices

@@ -66,8 +66,9 @@ def preset(name: str, *, devices: int = 1, per_node: int | None = None) -> Machi
         return _cpu(devices, per_node)
     found = {each.lower(): each for each in _DEVICES}.get(name.lower())
     if found is None:
-        near = difflib.get_close_matches(name, preset_names(), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(preset_names())}"
+        begun = [each for each in preset_names() if each.lower().startswith(name.lower())]
+        near = begun or difflib.get_close_matches(name, preset_names(), n=1, cutoff=0.4)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"choose one of {', '.join(preset_names())}"
         raise ValueError(f"--preset {name!r} is not known; {hint}")
     device = _DEVICES[found]
     reached = 1.0 if device.measured else _REACHED

@@ -103,9 +103,9 @@ def _time_table(rows: Sequence[Prediction]) -> Table:
     table = Table(title="a step", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("row", no_wrap=True)
     table.add_column("states", no_wrap=True)
-    for heading in ("GB sent", "compute s", "waits s", "update s", "step s", "efficiency", "samples/s"):
+    for heading in ("GB sent", "compute s", "waits s", "update s", "step s", "eff.", "samples/s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("bottleneck")
+    table.add_column("limit", no_wrap=True)
     for found in rows:
         times = found.times
         is_away = found.point.auto or found.point.tiers.is_offloaded

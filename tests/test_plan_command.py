@@ -1,0 +1,266 @@
+"""`zerofold plan` and `zf.plan`: what goes in, what comes out, and what is said of wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import zerofold as zf
+from zerofold.bench.gpt import GPTSize
+from zerofold.config import resolve
+from zerofold.plan.call import Plan
+from zerofold.plan.command import plan_command
+from zerofold.plan.configs import ds_config, native
+from zerofold.plan.formulas import Formulas
+from zerofold.plan.held import ranks_of
+from zerofold.plan.memory import LINES, memory
+from zerofold.plan.page import PEAK
+from zerofold.plan.presets import preset, preset_names
+from zerofold.plan.shape import ModelShape
+from zerofold.plan.sliders import rows_of, sliders_of
+
+GPT = ["--layers", "4", "--hidden", "256", "--heads", "4", "--vocab", "1000", "--seq", "128"]
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(plan_command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_the_contract() -> None:
+    found = planned("--params", "7.5e9", "--world-size", "64")
+    stages = {row["stage"]: row for row in found["stages"]}
+    assert list(stages)[:4] == [0, 1, 2, 3]
+    assert [stages[stage]["model_state_bytes"] / 1e9 for stage in range(4)] == pytest.approx(
+        [120, 31.4, 16.6, 1.9], abs=0.05
+    )
+    for row in found["stages"] + found["offloaded"]:
+        parts = [row[f"{state}_bytes"] for state in ("parameters", "gradients", "optimizer")]
+        assert sum(parts) == pytest.approx(row["model_state_bytes"], abs=3)
+        assert tuple(row["held_bytes"]) == LINES
+        assert row["step_seconds"] > 0
+        assert row["device_need_bytes"] >= row["device_peak_bytes"] > 0
+    assert [stages[stage]["comm_elements_per_psi"] for stage in range(4)] == pytest.approx([2, 2, 2, 3], rel=0.02)
+    assert {"dp", "hsdp", "hpz"} < set(stages)
+    assert not stages[0]["fits"]
+    assert "needed" in stages[0]["lacks"]
+    assert found["recommended"]["fits"]
+    assert found["search"]["fits"]
+    assert found["next_larger"]
+
+
+def test_gpt2_takes_24_gb_before_activations() -> None:
+    found = planned("--params", "1.5e9", "--preset", "V100-32")
+    assert found["stages"][0]["model_state_bytes"] == 24e9
+
+
+def test_numbers_of_a_gpt() -> None:
+    found = planned("--layers", "48", "--hidden", "1600", "--heads", "25", "--vocab", "50257", "--seq", "1024")
+    assert found["model"]["psi"] == 1_557_611_200
+    assert found["paper"]["activation_checkpoints_bytes"] == 2 * 1024 * 1600 * 48
+
+
+def test_the_recommendation_is_the_fastest_that_fits() -> None:
+    found = zf.plan(params=13e9, world_size=16, machine="A100-40", micro_batch=2)
+    everything = [each for each in (*found.stages, *found.offloaded) if each.fits and each.point.stage != "dp"]
+    assert found.recommended in everything
+    assert found.recommended.times.step <= 1.02 * min(each.times.step for each in everything)
+    assert any(not each.fits for each in found.stages)
+
+
+def test_where_nothing_fits_it_says_what_would() -> None:
+    found = zf.plan(params=1e11, world_size=1, machine="3090")
+    assert found.recommended is None
+    assert found.to_dict()["recommended"] is None
+    assert found.advice.sentences[0].startswith("Nothing fits")
+    assert "devices" in found.advice.sentences[1]
+    assert found.config == found.ds_config == {}
+
+
+def test_one_quadrillion_parameters_on_100_000_devices() -> None:
+    found = zf.plan(params=1e15, world_size=100_000, machine="H200", gpus_per_node=8)
+    assert found.model.parameters == 10**15
+    assert found.stages[3].memory.states == pytest.approx(16e15 / 1e5, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3", "hsdp", "hpz"])
+def test_the_ds_config_says_what_the_native_one_says(stage: str) -> None:
+    found = zf.plan(params=1e9, world_size=16, machine="A100-40", accumulate=3, micro_batch=2)
+    (point,) = [each.point for each in found.stages if each.point.stage == stage]
+    ranks = ranks_of(found.machine, point)
+    read = resolve(ds_config(point, ranks), world=16, device=torch.device("cpu"))
+    own = native(point, ranks)
+    assert (read.stage, read.accumulate) == (own["stage"], own["accumulate"])
+    assert (read.micro_batch, read.group) == (2, 8 if stage in ("hsdp", "hpz") else None)
+    assert read.precision.parameters is torch.bfloat16
+    assert own.get("mesh") == ([2, 8] if stage in ("hsdp", "hpz") else None)
+
+
+def test_the_config_file_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    found = planned(*GPT, "--world-size", "4", "--config", str(file))
+    assert json.loads(file.read_text()) == found["recommended"]["ds_config"]
+
+
+def test_the_text_fits_100_columns() -> None:
+    result = invoke("--params", "70e9", "--world-size", "1024", "--disk", "4TB", "--preset", "h100")
+    assert result.exit_code == 0
+    tables, _, sentences = result.stdout.partition("Choose ")
+    assert max(map(len, tables.splitlines())) <= 100
+    assert "…" not in tables
+    assert "zf.prepare(model, optimizer, stage=" in sentences
+
+
+def test_a_hugging_face_folder_is_traced(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4
+    )
+    config.save_pretrained(tmp_path)
+    found = planned("--model", str(tmp_path), "--seq", "32", "--world-size", "2")
+    assert found["model"]["psi"] == sum(p.numel() for p in LlamaForCausalLM(config).parameters())
+    assert found["model"]["layers"] == 3
+    assert found["model"]["tokens"] == 32
+    held = found["stages"][0]["held_bytes"]
+    assert held["activation checkpoints"] >= 3 * 32 * 64 * 2
+    assert held["working activations"] > 0
+    assert planned("--model", str(tmp_path / "config.json"), "--seq", "32")["model"]["psi"] == found["model"]["psi"]
+
+
+def test_a_function_is_built_on_the_meta_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planned_model.py").write_text(
+        "import torch\n"
+        "from zerofold.bench.gpt import GPT, GPTSize\n"
+        "size = GPTSize(vocab=64, width=64, layers=2, heads=2, seq=16)\n"
+        "def bare():\n    return GPT(size)\n"
+        "def example(batch):\n"
+        "    names = ('tokens', 'targets')\n"
+        "    return {name: torch.zeros(batch, 16, dtype=torch.long, device='meta') for name in names}\n"
+        "def both():\n    return GPT(size), example\n"
+        "def number():\n    return 7\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    both, bare = (planned("--function", f"planned_model:{name}") for name in ("both", "bare"))
+    assert (
+        both["model"]["psi"]
+        == bare["model"]["psi"]
+        == GPTSize(vocab=64, width=64, layers=2, heads=2, seq=16).parameters
+    )
+    assert both["model"]["tokens"] == 16
+    assert both["stages"][0]["held_bytes"]["working activations"] > 0
+    assert bare["stages"][0]["held_bytes"]["working activations"] == 0
+    assert "activations are not counted" in bare["model"]["notes"][0]
+    assert "returned a int" in invoke("--function", "planned_model:number").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ([], "nothing is given"),
+        (["--params", "1e9", "--layers", "3"], "both params and layers"),
+        (["--params", "1e16"], "from 1e3 to 1e+15"),
+        (["--layers", "3", "--hidden", "64"], "add heads"),
+        (["--layers", "3", "--hidden", "64", "--heads", "5"], "does not divide into heads=5"),
+        (["--params", "1e9", "--preset", "A100"], "did you mean 'A100-40' or 'A100-80'?"),
+        (["--params", "1e9", "--precision", "bf8"], "precision='bf8'"),
+        (["--params", "1e9", "--device-memory", "many"], "--device-memory='many' is no size"),
+        (["--params", "1e9", "--world-size", "6", "--group", "4"], "does not divide the 6"),
+        (["--params", "1e9", "--checkpoint-every", "1000"], "checkpoint_every=1000"),
+        (["--params", "1e9", "--path", "/tmp"], "needs --this-machine"),
+        (["--params", "1e9", "--config", "/no/such/folder/ds_config.json"], "there is no folder"),
+        (["--model", "/no/such/folder"], "no config.json"),
+        (["--function", "no_colon"], "must be module:function"),
+        (["--function", "no_such_module:build"], "No module named"),
+        (["--function", "json:build"], "json has no function 'build'"),
+    ],
+)
+def test_misuse(arguments: list[str], hint: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert hint in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_config_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for text, hint in (
+        ("{", "is no config.json"),
+        ("{}", "has no model_type"),
+        ('{"model_type": "nobody"}', "cannot be built"),
+        ('{"model_type": "whisper"}', "--function module:function"),
+    ):
+        file.write_text(text)
+        result = invoke("--model", str(file))
+        assert result.exit_code == 2
+        assert hint in result.stderr
+
+
+def test_presets() -> None:
+    for name in preset_names():
+        machine = preset(name.lower(), devices=16)
+        assert machine.name == name
+        assert machine.flops > 0
+        assert machine.device_memory > 2**30
+
+
+def plan_of_a_gpt() -> Plan:
+    return zf.plan(layers=4, hidden=256, heads=4, vocab=1000, seq=128, world_size=8)
+
+
+def test_a_page_answers_as_python_does(tmp_path: Path) -> None:
+    found = plan_of_a_gpt()
+    rows = rows_of(found)
+    formulas = Formulas({row.key: row.bytes_at for row in rows})
+    here = {slider.name: slider.value for slider in sliders_of(found)}
+    formulas.cover([here])
+    formulas.check([here])
+    for row, each in zip(rows, found.stages, strict=False):
+        assert row.bytes_at(here)[PEAK] == each.memory.device_peak
+    elsewhere = rows[3].bytes_at({"devices": 24, "batch": 3, "seq": 96})
+    again = zf.plan(layers=4, hidden=256, heads=4, vocab=1000, seq=96, world_size=24, micro_batch=3)
+    assert elsewhere[PEAK] == again.stages[3].memory.device_peak
+    file = tmp_path / "plan.html"
+    assert invoke(*GPT, "--world-size", "8", "--html", str(file)).exit_code == 0
+    assert "<script>" in file.read_text()
+
+
+def test_a_machine_given_by_hand() -> None:
+    found = planned(*GPT, "--device-memory", "1GiB", "--host-memory", "2TB", "--disk", "4TB", "--gpus-per-node", "2")
+    assert found["machine"]["device_memory_bytes"] == 2**30
+    assert found["machine"]["host_memory_bytes"] == 2 * 10**12
+    assert found["machine"]["disk_bytes"] == 4 * 10**12
+    fast, slow = (
+        zf.plan(params=7e9, world_size=16, machine=_with_links(rate)).stages[3].times.step for rate in (50, 0.5)
+    )
+    assert slow > 1.5 * fast
+
+
+def _with_links(rate: float) -> Any:
+    from dataclasses import replace
+
+    from zerofold.plan.machine import Link
+
+    machine = preset("A100-80", devices=16)
+    return replace(machine, across=Link(rate=rate * 1e9), inside=Link(rate=rate * 1e9))
+
+
+def test_a_shape_of_ones_own() -> None:
+    shape: ModelShape = plan_of_a_gpt().model
+    found = zf.plan(shape, world_size=8)
+    assert found.stages[3].memory == memory(shape, found.machine, found.stages[3].point)
