@@ -82,6 +82,8 @@ ROOMS = [
     "plan.tracing",
     "plan.sources",
     "plan.measure",
+    "plan.advice",
+    "plan.configs",
     "plan.text",
     "plan.call",
     "observe",

@@ -19,6 +19,7 @@ from zerofold.plan.search import search
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.sources import from_function, from_hugging_face
 from zerofold.plan.states import StateBytes, elements_sent, paper_bytes
+from zerofold.plan.text import plan_text
 from zerofold.plan.transformer import SEQUENCE, VOCABULARY, GPTNumbers, from_numbers, from_parameters
 
 STAGES = ("0", "1", "2", "3", "dp", "hsdp", "hpz")
@@ -71,6 +72,11 @@ class Plan:
         found = self.recommended
         return {} if found is None else ds_config(found.point, ranks_of(self.machine, found.point))
 
+    @property
+    def next_larger(self) -> str:
+        """What a model of twice the blocks needs, in a sentence."""
+        return self.searched.larger
+
     def to_dict(self) -> dict[str, Any]:
         """What `zerofold plan --json` prints."""
         chosen = self.recommended
@@ -112,7 +118,7 @@ class Plan:
             "search": None
             if self.searched.best is None
             else {**self._row(self.searched.best), "tried": self.searched.tried},
-            "next_larger": self.searched.larger,
+            "next_larger": self.next_larger,
             "paper": self.paper,
         }
 
@@ -166,8 +172,6 @@ class Plan:
 
     def text(self, *, width: int = 100) -> str:
         """Tables and sentences for a person."""
-        from zerofold.plan.text import plan_text
-
         return plan_text(self, width=width)
 
 

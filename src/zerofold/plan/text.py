@@ -5,18 +5,17 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from zerofold.placement import Tier
-from zerofold.plan.machine import GB
+from zerofold.plan.advice import Advice
+from zerofold.plan.machine import GB, Machine
 from zerofold.plan.point import Prediction
-
-if TYPE_CHECKING:
-    from zerofold.plan.call import Plan
+from zerofold.plan.shape import ModelShape
 
 _COLUMNS = (
     ("param-\neters", ("parameters",)),
@@ -37,7 +36,30 @@ _FEWER = (
 _SHORT = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.NVME: "disk"}
 
 
-def plan_text(plan: Plan, *, width: int = 100, color: bool = False) -> str:
+class Shown(Protocol):
+    """What of a plan is shown."""
+
+    @property
+    def model(self) -> ModelShape: ...
+    @property
+    def machine(self) -> Machine: ...
+    @property
+    def stages(self) -> Sequence[Prediction]: ...
+    @property
+    def offloaded(self) -> Sequence[Prediction]: ...
+    @property
+    def recommended(self) -> Prediction | None: ...
+    @property
+    def advice(self) -> Advice: ...
+    @property
+    def next_larger(self) -> str: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def ds_config(self) -> dict[str, Any]: ...
+
+
+def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
     """What `zerofold plan` prints."""
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=color, highlight=False, soft_wrap=False)
@@ -54,8 +76,8 @@ def plan_text(plan: Plan, *, width: int = 100, color: bool = False) -> str:
     console.print(_time_table([*plan.stages, *plan.offloaded]))
     for sentence in plan.advice.sentences:
         console.print(sentence)
-    if plan.searched.larger:
-        console.print(plan.searched.larger)
+    if plan.next_larger:
+        console.print(plan.next_larger)
     if plan.recommended is not None:
         config = plan.config
         shown = ", ".join(f"{name}={value!r}" for name, value in config.items() if name != "mesh")
