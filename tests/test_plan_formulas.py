@@ -57,19 +57,23 @@ def test_numbers_beyond_53_bits_stay_exact() -> None:
         assert formulas.at({"devices": devices}) == {"3": states({"devices": devices})}
 
 
-def test_fractions_round_as_pythons() -> None:
-    def every(at: Inputs) -> Outputs:
-        x = at["x"]
-        half = x / 2
-        return {
-            "round": round(half), "floor": math.floor(-half), "ceil": math.ceil(half - 3), "trunc": math.trunc(-half),
-            "mod": (-x) % 7, "whole": -x // 3, "float": round(x * 0.1 + 0.7), "abs": abs(3 - x), "true": x * (x > 0),
-        }  # fmt: skip
+def every_operation(at: Inputs) -> Outputs:
+    x = at["x"]
+    half = x / 2
+    return {
+        "round": round(half), "floor": math.floor(-half), "ceil": math.ceil(half - 3), "trunc": math.trunc(-half),
+        "mod": (-x) % 7, "whole": -x // 3, "float": round(x * 0.1 + 0.7), "abs": abs(3 - x), "true": x * (x > 0),
+        "below": x if x < 5 else 0, "not above": x if x <= 9 else 0, "above": x if x > 20 else 0,
+        "not below": x if x >= 30 else 0, "is": x if x == 40 else 0, "is not": x if x != 41 else 0,
+    }  # fmt: skip
 
-    formulas = Formulas({"": every})
-    formulas.cover({"x": x} for x in (1, 9))
+
+def test_every_operation_gives_what_pythons_gives() -> None:
+    formulas = Formulas({"": every_operation})
+    formulas.cover({"x": x} for x in range(1, 60))
     formulas.check({"x": x} for x in range(1, 60))
-    assert len(formulas.regions[""]) == 2  # below and above 3
+    # Bounded by 3, 5, 9, 20, 30, and the two numbers 40 and 41.
+    assert len(formulas.regions[""]) == 8
 
 
 def test_every_branch_is_a_region_of_its_own() -> None:

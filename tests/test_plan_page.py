@@ -11,8 +11,8 @@ import pytest
 
 from browser import Page
 from plan_rows import rows, sliders
-from test_plan_formulas import plainly, random_places
-from zerofold.plan.page import PEAK, write_page
+from test_plan_formulas import every_operation, plainly, random_places
+from zerofold.plan.page import PEAK, Row, Slider, write_page
 
 PLAN = {
     "title": "GPT-2 XL",
@@ -98,6 +98,18 @@ def test_the_scripts_arithmetic_equals_pythons_at_random_places(page: Page, file
                 )
                 compared += 1
     assert compared > 0.99 * len(places) * len(rows())
+
+
+def test_the_script_has_every_operation_of_python(page: Page, tmp_path: Path) -> None:
+    row, x = Row(name="all", bytes_at=every_operation), Slider(name="x", label="x", value=1, high=59)
+    write_page({}, tmp_path / "plan.html", rows=[row], sliders=[x])
+    page.open(tmp_path / "plan.html")
+    for value in range(1, 60):
+        type_in(page, "x", value)
+        sizes = every_operation({"x": value})
+        assert [cell["title"] for cell in page.table("numbers")[0][1:-1]] == [
+            f"{each:,} bytes" for each in sizes.values()
+        ]
 
 
 def test_a_field_takes_only_what_the_slider_could(page: Page, file: Path) -> None:

@@ -153,8 +153,9 @@ def _facts(run: RunFiles, ledger: dict[str, Any]) -> dict[str, Any]:
     for key in ("stage", "precision", "device"):
         found = ledger.get(key, run.config.get(key))
         facts[key] = None if found is None else text_of(found)
-    if facts["world"] is None:
-        facts["world"] = number(run.config.get("world"))
+    for key, setting in (("world", "world"), ("psi", "parameters")):
+        if facts[key] is None:
+            facts[key] = number(run.config.get(setting))
     return facts
 
 

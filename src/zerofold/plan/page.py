@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from zerofold.plan.formulas import Formulas, Inputs, Outputs
 PEAK = "device_peak"
 """Of the outputs: the most that is there at once. All other outputs are parts of a bar."""
 _MOST_STOPS = 12  # of a slider, where formulas are looked for
+_FEW_PLACES = 1000  # so many are all looked at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,8 @@ def formulas_of(rows: Sequence[Row], sliders: Sequence[Slider]) -> Formulas:
         raise ValueError("two rows of the page have the same name and detail: tell them apart by the detail")
     formulas = Formulas(functions)
     formulas.cover([{slider.name: slider.value for slider in sliders}])
+    if math.prod(slider.high - slider.low + 1 for slider in sliders) <= _FEW_PLACES:
+        formulas.cover(_places(sliders, lambda slider: list(range(slider.low, slider.high + 1))))
     formulas.cover(_places(sliders, stops))
     between = list(_places(sliders, _between))
     formulas.cover(between)
