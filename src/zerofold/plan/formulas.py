@@ -114,17 +114,18 @@ class Formulas:
         return found
 
     def as_data(self) -> dict[str, Any]:
-        """For the page. Whole numbers are texts, since JSON's readers have 53 bits."""
+        """For the page: the nodes that something needs, numbered anew. Whole numbers are texts, since JSON's readers
+        have 53 bits."""
+        new = {old: number for number, old in enumerate(sorted(self._needed()))}
         return {
-            "nodes": [
-                ["value", str(node[1])] if node[0] == "value" and isinstance(node[1], int) else list(node)
-                for node in self._tape.nodes
-            ],
+            "nodes": [self._node_as_data(old, new) for old in new],
             "regions": {
                 name: [
                     {
-                        "guards": [[guard.compare, guard.left, guard.right, guard.outcome] for guard in region.guards],
-                        "outputs": dict(region.outputs),
+                        "guards": [
+                            [each.compare, new[each.left], new[each.right], each.outcome] for each in region.guards
+                        ],
+                        "outputs": {key: new[number] for key, number in region.outputs.items()},
                         "refused": region.refused,
                     }
                     for region in regions
@@ -132,6 +133,25 @@ class Formulas:
                 for name, regions in self.regions.items()
             },
         }
+
+    def _needed(self) -> set[int]:
+        regions = [region for some in self.regions.values() for region in some]
+        waiting = [number for region in regions for number in region.outputs.values()]
+        waiting += [number for region in regions for guard in region.guards for number in (guard.left, guard.right)]
+        needed: set[int] = set()
+        while waiting:
+            number = waiting.pop()
+            if number not in needed:
+                needed.add(number)
+                operation, *operands = self._tape.nodes[number]
+                waiting += [] if operation in ("value", "input") else operands
+        return needed
+
+    def _node_as_data(self, number: int, new: Mapping[int, int]) -> list[Any]:
+        operation, *operands = self._tape.nodes[number]
+        if operation == "value":
+            return [operation, str(operands[0]) if isinstance(operands[0], int) else operands[0]]
+        return [operation, *operands] if operation == "input" else [operation, *(new[each] for each in operands)]
 
     def _follow(self, name: str, place: Inputs) -> Region:
         tape = self._tape

@@ -14,7 +14,7 @@ from zerofold.plan.formulas import Formulas, Inputs, Outputs
 
 PEAK = "device_peak"
 """Of the outputs: the most that is there at once. All other outputs are parts of a bar."""
-_MOST_STOPS = 12  # of a slider, where formulas are looked for
+_MOST_STOPS = 8  # of a slider, where formulas are looked for
 _FEW_PLACES = 1000  # so many are all looked at
 
 
