@@ -36,12 +36,12 @@ R = TypeVar("R")
 N = TypeVar("N", bound=float)
 
 
-class _IsFollowedError(TypeError):
-    pass
-
-
 class NotAFormulaError(TypeError):
     """The function does something with its inputs that cannot be followed."""
+
+
+class _NoHashError(NotAFormulaError):
+    pass
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Followed:
 
     # What is remembered by value would come back without its comparisons, or into another run.
     def __hash__(self) -> NoReturn:
-        raise _IsFollowedError("a followed number has no hash: use zerofold.plan.followed.remembered to cache")
+        raise _NoHashError("a hash cannot be followed: cache with zerofold.plan.followed.remembered")
 
     def _with(self, operation: str, left: Any, right: Any) -> Any:
         if not _is_number(left) or not _is_number(right):
@@ -247,7 +247,7 @@ def remembered(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return cached(*args, **kwargs)  # type: ignore[arg-type]  # whatever has no hash raises
-            except _IsFollowedError:
+            except _NoHashError:
                 return function(*args, **kwargs)
 
         return called

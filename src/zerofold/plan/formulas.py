@@ -45,21 +45,24 @@ class _Values:
         self._known: dict[int, Any] = {}
 
     def __getitem__(self, wanted: int) -> Any:
+        known, nodes = self._known, self._nodes
+        if wanted in known:
+            return known[wanted]
         waiting = [wanted]  # a long sum is deeper than Python's stack
         while waiting:
             number = waiting[-1]
-            operation, *operands = self._nodes[number]
-            if number in self._known:
-                waiting.pop()
-            elif operation == "value":
-                self._known[number] = operands[0]
+            operation, *operands = nodes[number]
+            if operation == "value":
+                known[number] = operands[0]
             elif operation == "input":
-                self._known[number] = self._inputs[operands[0]]
-            elif missing := [each for each in operands if each not in self._known]:
+                known[number] = self._inputs[operands[0]]
+            elif missing := [each for each in operands if each not in known]:
                 waiting += missing
+                continue
             else:
-                self._known[number] = COMPUTE[operation](*(self._known[each] for each in operands))
-        return self._known[wanted]
+                known[number] = COMPUTE[operation](*[known[each] for each in operands])
+            waiting.pop()
+        return known[wanted]
 
     def meet(self, guards: Iterable[Guard]) -> bool:
         try:
