@@ -296,4 +296,7 @@ def _chosen(choose: Callable[..., Any], values: Iterable[Any], default: Any) -> 
 
 
 def _tape_of(values: Iterable[Any]) -> Tape | None:
-    return next((value.tape for value in values if isinstance(value, Followed)), None)
+    for value in values:  # the search comes here a million times: no generator
+        if value.__class__ is Followed:
+            return value.tape
+    return None
