@@ -158,7 +158,9 @@ class Tape:
     (1, True)
     """
 
-    def __init__(self, device: torch.device, *, traces: bool = True, keep: int = 2) -> None:
+    def __init__(
+        self, device: torch.device, *, traces: bool = True, keep: int = 2, stamps: Stamps | None = None
+    ) -> None:
         self.traces = traces
         self.steps = 0
         """That are over and read."""
@@ -168,11 +170,12 @@ class Tape:
         self.sample: Callable[[Any], dict[str, int]] | None = None
         """What the memory holds when a unit (or None: any) has just changed something."""
         self.after_step: Callable[[], None] | None = None
-        self._stamps: Stamps = CudaStamps(device) if device.type == "cuda" else HostStamps()
+        self._stamps = stamps or (CudaStamps(device) if device.type == "cuda" else HostStamps())
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # once: from here on its clock and the host's run side by side
         self._begin = time.perf_counter()
         self._stack: list[tuple[str, str, Stamp]] = []
+        self._has_updated = False
         self._forwards: dict[str, Stamp] = {}
         self._backward: tuple[str, Stamp] | None = None
         self._lane_ends: dict[str, float] = {}
@@ -203,6 +206,7 @@ class Tape:
         while self._stack:
             self.end()
         self.begin(UPDATE)
+        self._has_updated = True
 
     @contextmanager
     def spent(self, category: str, unit: str = "") -> Iterator[None]:
@@ -222,10 +226,16 @@ class Tape:
         finally:
             self.end()
 
+    def end_update(self) -> None:
+        """It ends the step. A subclass whose step calls that of its base class ends two for one."""
+        if self._has_updated:
+            self.end_step()
+
     def end_step(self) -> None:
         """The optimizer has stepped: the next step begins."""
         while self._stack:
             self.end()
+        self._has_updated = False
         step, last = self._step, self._stamps.now()
         step.last = last
         self._unread.append(step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -71,6 +73,17 @@ class Recording:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is inside is no part of a step, neither its time nor what it sends: an evaluation, a checkpoint."""
+        traffic = self._engine.traffic
+        sent, calls = dict(traffic.sent), dict(traffic.counts)
+        with self.tape.paused():
+            yield
+        for key, nbytes in traffic.sent.items():
+            self._sent[key] = self._sent.get(key, 0.0) + nbytes - sent.get(key, 0.0)
+            self._calls[key] = self._calls.get(key, 0) + traffic.counts[key] - calls.get(key, 0)
 
     def time(self) -> dict[str, float]:
         """Seconds of the mean step by what they were spent on, and all together as "step"."""

@@ -176,7 +176,7 @@ class Run:
         if not self.is_first or self.is_closed:
             yield
             return
-        with self._recording.tape.paused():
+        with self._recording.paused():
             yield
 
     def close(self) -> list[str]:
