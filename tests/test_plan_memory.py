@@ -13,14 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerofold as zf
 from zerofold.engine import Engine
-from zerofold.placement import Tier, Tiers
-from zerofold.plan.comparison import Parameter, lines, predicted_for
-from zerofold.plan.held import UPDATE_RING
-from zerofold.plan.memory import LIBRARY_WORKSPACES, memory
-from zerofold.plan.point import Memory, Point
-from zerofold.plan.presets import preset
-from zerofold.plan.states import ROWS, Widths, elements_sent, paper_bytes, state_bytes
-from zerofold.plan.transformer import GPTNumbers, from_numbers, from_parameters
+from zerofold.plan.comparison import Parameter, predicted_for
+from zerofold.plan.states import Widths, elements_sent, paper_bytes, state_bytes
 
 STATES = ("parameters", "gradients", "optimizer")
 

@@ -46,6 +46,10 @@ class Recording:
         self.peaks = dict.fromkeys(STATES, 0)
         self.unit_peaks: dict[str, int] = {}
         """Of gradients, by unit."""
+        self.step_gradients = 0
+        """Bytes of gradients on the device when an optimizer has stepped: those it steps by, with none on their way."""
+        self.device_gradients = 0
+        """The most of them at any time."""
         self.device_peak = 0
         self.tier_peaks: dict[str, dict[str, int]] = {}
         self._gradients: dict[int, _Gradients] = {}
@@ -112,6 +116,7 @@ class Recording:
     def _after_step(self) -> None:
         self.steps += 1
         self._sample(None)
+        self.step_gradients = max(self.step_gradients, self._sums.on_device)
         memory = self._engine.offloading.memory
         for tier in (Tier.HOST, Tier.NVME) if self._engine.is_offloaded else ():
             peaks = self.tier_peaks.setdefault(tier.value, {})
@@ -143,6 +148,7 @@ class Recording:
             stats = torch.cuda.memory.memory_stats_as_nested_dict(engine.device)
             allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
             found["other"] = max(0, allocated - held)
+        self.device_gradients = max(self.device_gradients, self._sums.on_device)
         self.device_peak = max(self.device_peak, held + found["other"])
         for state, nbytes in found.items():
             self.peaks[state] = max(self.peaks[state], nbytes)

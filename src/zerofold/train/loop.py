@@ -7,6 +7,7 @@ import time
 import warnings
 from collections import deque
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 import zerofold as zf
+from zerofold.observe.predicted import Workload
 from zerofold.observe.run_files import METRICS_FILE
+from zerofold.plan.tracing.trace import trace
 from zerofold.train.data import ByteText, library_source
 from zerofold.train.gpt import GPT, Block, GPTConfig, generate
 from zerofold.train.options import TrainOptions
@@ -104,6 +107,7 @@ class Training:
             options.out,
             self.model,
             after=self.state.step,
+            workload=partial(workload, options, self.shares.micro) if device.type == "cuda" else None,
             flops_per_step=flops_per_token(options.gpt, self.parameters) * self.tokens_per_step / world,
             csv=options.csv,
             tensorboard=options.tensorboard,
@@ -303,6 +307,15 @@ class Training:
 def cosine(progress: float) -> float:
     """From 1 down to a tenth over the run."""
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def workload(options: TrainOptions, micro_batch: int) -> Workload:
+    """For predictions of a GPU's peak memory and time: activations follow from a trace without memory."""
+    with torch.device("meta"):
+        model = GPT(options.gpt)
+        tokens = torch.zeros(1, options.gpt.seq, dtype=torch.long)
+    shape = trace(model, (tokens, tokens), units=Block, checkpoint_every=[0], precision=options.precision)
+    return Workload(shape=shape, micro_batch=micro_batch)
 
 
 def flops_per_token(gpt: GPTConfig, parameters: int) -> int:
