@@ -25,8 +25,9 @@ from zerofold.plan.memory import memory
 from zerofold.plan.point import Point
 from zerofold.plan.presets import preset
 from zerofold.timing import CATEGORIES
+from zerofold.train.amounts import flops_per_token, workload
 from zerofold.train.gpt import GPT, GPTConfig
-from zerofold.train.loop import flops_per_token, train, workload
+from zerofold.train.loop import train
 from zerofold.train.options import TrainOptions
 
 STEPS = 6

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofold.timing import GATHER, OTHER, REDUCE, Clock, Stamp, Tape
+from zerofold.stamps import Stamp
+from zerofold.timing import GATHER, OTHER, REDUCE, Clock, Tape
 
 # torch 2.13 renamed the single-tensor forms; 2.11 has only the old names.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

@@ -111,7 +111,7 @@ def peak_flops(name: str, *, in_16_bit: bool = True) -> float:
     312000000000000.0
     """
     device = _DEVICES[name]
-    return (device.flops_16 if in_16_bit else device.flops_32) * TERA
+    return float((device.flops_16 if in_16_bit else device.flops_32) * TERA)
 
 
 def _cpu(devices: int, per_node: int | None) -> Machine:

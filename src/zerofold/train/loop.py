@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 import zerofold as zf
-from zerofold.observe.predicted import Workload
 from zerofold.observe.run_files import METRICS_FILE
-from zerofold.plan.tracing.trace import trace
+from zerofold.train.amounts import flops_per_token, workload
 from zerofold.train.data import ByteText, library_source
-from zerofold.train.gpt import GPT, Block, GPTConfig, generate
+from zerofold.train.gpt import GPT, Block, generate
 from zerofold.train.options import TrainOptions
 from zerofold.train.progress import Reporter, Status, printable
 from zerofold.train.signals import StopSignals, first_of
@@ -307,21 +306,6 @@ class Training:
 def cosine(progress: float) -> float:
     """From 1 down to a tenth over the run."""
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def workload(options: TrainOptions, micro_batch: int) -> Workload:
-    """For predictions of a GPU's peak memory and time: activations follow from a trace without memory."""
-    with torch.device("meta"):
-        model = GPT(options.gpt)
-        tokens = torch.zeros(1, options.gpt.seq, dtype=torch.long)
-    shape = trace(model, (tokens, tokens), units=Block, checkpoint_every=[0], precision=options.precision)
-    return Workload(shape=shape, micro_batch=micro_batch)
-
-
-def flops_per_token(gpt: GPTConfig, parameters: int) -> int:
-    """Of forward and backward: 6 for every weight that a token is multiplied with, and attention over all positions."""
-    multiplied = parameters - gpt.vocab * gpt.hidden  # the embedding is looked up
-    return 6 * multiplied + 12 * gpt.layers * gpt.hidden * gpt.seq
 
 
 def summary(result: Result, options: TrainOptions, ending: list[str]) -> str:
