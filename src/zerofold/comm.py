@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofold.timing import GATHER, OTHER, REDUCE, Clock, Stamp, Tape
+from zerofold.stamps import Stamp
+from zerofold.timing import GATHER, OTHER, REDUCE, Clock, Tape
 
 # torch 2.13 renamed the single-tensor forms; 2.11 has only the old names.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -180,8 +181,8 @@ class Handle:
         tape = comm.traffic.clock.tape
         if tape is not None and tape.traces and works:
             self._begun = tape.stamp()
-            for work in works if comm.is_gloo else ():
-                work.get_future().add_done_callback(self._note_end)
+            if comm.is_gloo:  # of several the last to be started ends last, or nearly so
+                works[-1].get_future().add_done_callback(self._note_end)
 
     @property
     def waits_for(self) -> str:
@@ -203,7 +204,7 @@ class Handle:
             self._begun = None
 
     def _note_end(self, future: object) -> None:
-        """In a thread of gloo's, when one of its works is over."""
+        """In a thread of gloo's, when its work is over."""
         self._ended = time.perf_counter()
 
     def _wait(self) -> None:

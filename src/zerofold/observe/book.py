@@ -9,9 +9,11 @@ import torch
 from zerofold.engine import Engine
 from zerofold.observe.hints import hints
 from zerofold.observe.ledger import Ledger
-from zerofold.observe.predicted import BYTES, predictions
+from zerofold.observe.predicted import BYTES, Workload, predictions
 from zerofold.observe.recording import Recording
 from zerofold.offload.budget import device_memory
+from zerofold.plan.presets import peak_flops as preset_flops
+from zerofold.plan.presets import preset_of
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 MIB = 2**20
@@ -26,11 +28,13 @@ def book_of(
     tokens_per_step: float,
     flops_per_step: float | None,
     peak_flops: float | None,
+    workload: Workload | None = None,
 ) -> dict[str, Any]:
     ledger = Ledger(engine)
     times, rank = recording.time(), engine.groups.control.rank
     trained = [slab for slab in engine.slabs() if slab.requires_grad]
     info = engine.last_step
+    predicted = predictions(engine, recording, snapshot, precision_of(engine), workload)
     book: dict[str, Any] = {
         "rank": rank,
         "world": engine.groups.control.size,
@@ -59,12 +63,12 @@ def book_of(
                 "group": row.group,
                 "calls": row.calls,
                 "bytes_per_step": row.nbytes,
-                "theory_bytes_per_step": None,
+                "theory_bytes_per_step": predicted.sent.get((row.operation, row.group)),
             }
             for row in recording.comm()
         ],
         "time": times,
-        "predicted": [line._asdict() for line in predictions(engine, recording, snapshot)],
+        "predicted": [line._asdict() for line in predicted.lines],
     }
     return {**book, "hints": hints(book)}
 
@@ -78,6 +82,16 @@ def mfu(flops_per_step: float | None, seconds: float, peak_flops: float | None) 
     if not flops_per_step or not peak_flops or seconds <= 0:
         return None
     return flops_per_step / seconds / peak_flops
+
+
+def peak_flops_of(device: torch.device, precision: str) -> float | None:
+    """What this device can compute in a second, where it has a preset; None elsewhere, as on a CPU.
+
+    >>> peak_flops_of(torch.device("cpu"), "bf16") is None
+    True
+    """
+    name = preset_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if name is None else preset_flops(name, in_16_bit=precision in ("bf16", "fp16"))
 
 
 def precision_of(engine: Engine) -> str:

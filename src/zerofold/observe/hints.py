@@ -95,7 +95,11 @@ def _update(book: Book) -> _Hint | None:
     part = _part(book, "update")
     if part <= SLOW_UPDATE:
         return None
-    fix = "one_pass=True or fused=True updates in one pass over memory; a higher stage gives each rank less to update"
+    fix = "let more micro-batches make a step (accumulate)"
+    if book.get("stage") in ("0", "dp"):
+        fix = "stage 1 and higher give each rank only its part to update; or " + fix
+    if book.get("precision") not in ("bf16", "fp16"):  # which update in one pass by themselves
+        fix = "one_pass=True or fused=True updates in one pass over memory; or " + fix
     return part, f"The update takes {part:.0%} of a step: {fix}."
 
 

@@ -60,7 +60,7 @@ class Ledger:
         In a snapshot `time` then has the seconds of the mean step: computing ("compute"), waiting for communication
         that nothing hides ("gather", "reduce", "other"), for states on their way from "host" or "disk", and in the
         "update"; their sum is "step". A step ends with the step of the (last) optimizer. Whatever is between two of
-        them counts, but for what is inside `with recording.tape.paused()`.
+        them counts, but for what is inside `with recording.paused()`.
 
         trace   also what every unit did when, for `trace`
         keep    of so many steps, the last ones

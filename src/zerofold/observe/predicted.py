@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+import torch
 
 from zerofold.engine import Engine
 from zerofold.observe.recording import Recording
 from zerofold.placement import Tier
+from zerofold.plan.comparison import Parameter, predicted_for, shape_of
+from zerofold.plan.machine import Machine
+from zerofold.plan.memory import memory
+from zerofold.plan.point import Point
+from zerofold.plan.presets import preset, preset_of
+from zerofold.plan.shape import ModelShape
+from zerofold.plan.times import times
+from zerofold.plan.traffic import traffic
 
 BYTES, SECONDS = "bytes", "seconds"
+TIME = "time"
 
 
 class Line(NamedTuple):
@@ -20,56 +32,121 @@ class Line(NamedTuple):
     predicted: float
     measured: float | None
 
-    @property
-    def error(self) -> float | None:
-        """By how much the measured one is larger, as a part of what was predicted."""
-        return None if self.measured is None or not self.predicted else self.measured / self.predicted - 1
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a plan must know beyond what an engine knows of itself, to tell activations and time."""
+
+    shape: ModelShape
+    """Of the model, traced or computed."""
+    micro_batch: int
+    """Samples of a rank in a forward."""
+    checkpoint_every: int = 0
 
 
-def predictions(engine: Engine, recording: Recording, measured: dict[str, Any]) -> list[Line]:
-    """`measured` is a snapshot of the ledger. States are compared at their peaks."""
-    if engine.offloading.plan is not None:
-        return _of_offload(engine, recording, measured)
-    return _of_states(engine, recording)
+@dataclass(frozen=True)
+class Predicted:
+    """All that was predicted for one engine."""
+
+    lines: list[Line]
+    sent: dict[tuple[str, str], float]
+    """Bytes in a step, by operation and group."""
 
 
-def _of_offload(engine: Engine, recording: Recording, measured: dict[str, Any]) -> list[Line]:
-    assert engine.offloading.plan is not None
-    found = []
-    for tier, states in engine.offloading.plan.predicted.items():
-        for state, predicted in states.items():
-            if predicted:
-                held = measured["tier_bytes"][tier.value].get(state, 0)
-                peak = recording.tier_peaks.get(tier.value, {}).get(state, held)
-                found.append(Line(state, tier.value, BYTES, predicted, max(held, peak)))
+def predictions(
+    engine: Engine, recording: Recording, measured: dict[str, Any], precision: str, workload: Workload | None = None
+) -> Predicted:
+    """`measured` is a snapshot of the ledger. Gradients, gathered units and the whole are compared at their peaks."""
+    units = {
+        unit.name: [Parameter(p.numel(), slab.requires_grad) for slab in unit.slabs for p in slab.parameters]
+        for unit in engine.units
+    }
+    point = Point(
+        stage=engine.row.name,
+        group=_group(engine),
+        accumulate=engine.reductions.accumulate,
+        live_bytes=engine.schedule.live_bytes,
+        buffer_bytes=engine.pool.buffer_nbytes,
+        precision=precision,
+    )
+    tiers = {name: tiers for name, tiers in engine.offloading.tiers.items() if tiers.is_offloaded}
+    held = predicted_for(
+        units,
+        row=engine.row,
+        ranks=engine.groups.control.size,
+        group=point.group,
+        precision=engine.precision,
+        moments=_moments(engine),
+        accumulate=point.accumulate,
+        tiers=tiers or None,
+        live_bytes=point.live_bytes,
+        buffer_bytes=point.buffer_bytes,
+        device_type=engine.device.type,
+        built_bytes=4,
+    )
+    on_device = measured["tier_bytes"][Tier.DEVICE.value]
+    found = [
+        Line("parameters", Tier.DEVICE.value, BYTES, held.device["parameters"], on_device["parameters"]),
+        Line("gradients", Tier.DEVICE.value, BYTES, held.device["gradients"], recording.step_gradients),
+        Line("optimizer", Tier.DEVICE.value, BYTES, held.device["optimizer"], on_device["optimizer"]),
+        Line("fused buffers", Tier.DEVICE.value, BYTES, held.device["fused buffers"], engine.pool.nbytes),
+        Line("gathered units", Tier.DEVICE.value, BYTES, held.device["gathered units"], recording.peaks["gathered"]),
+    ]
+    for tier, states in ((Tier.HOST, held.host), (Tier.NVME, held.disk)):
+        peaks = recording.tier_peaks.get(tier.value, {})
+        found += [Line(state, tier.value, BYTES, states[state], peaks.get(state, 0)) for state in states]
+    machine = _machine(engine)
+    shape = shape_of(units) if workload is None else workload.shape
+    if workload is not None:
+        point = replace(point, micro_batch=workload.micro_batch, checkpoint_every=workload.checkpoint_every)
+        found += _of_workload(engine, recording, machine, point, workload, tiers)
+    return Predicted([line for line in found if line.predicted or line.measured], traffic(shape, machine, point).bytes)
+
+
+def _of_workload(
+    engine: Engine, recording: Recording, machine: Machine, point: Point, workload: Workload, tiers: Any
+) -> list[Line]:
+    """What a device alone can show: a CPU does not count activations, and no preset knows how fast one is."""
+    if engine.device.type != "cuda":
+        return []
+    held = memory(workload.shape, machine, point, tiers=tiers or None)
+    found = [Line("peak", Tier.DEVICE.value, BYTES, held.device_peak, recording.peak_bytes()[Tier.DEVICE.value])]
+    if machine.name in _NO_PRESET:
+        return found
+    spent, measured = times(workload.shape, machine, point, held), recording.time()
+    found += [
+        Line("compute", TIME, SECONDS, spent.compute, measured["compute"]),
+        Line("update", TIME, SECONDS, spent.update, measured["update"]),
+        *(
+            Line(name, TIME, SECONDS, spent.exposed.get(name, 0.0), measured[name])
+            for name in ("gather", "reduce", "host", "disk")
+        ),
+        Line("step", TIME, SECONDS, spent.step, measured["step"]),
+    ]
     return found
 
 
-def _of_states(engine: Engine, recording: Recording) -> list[Line]:
-    """By the formulas of the ZeRO paper: bytes a parameter, over the ranks where a state is cut."""
-    row, groups = engine.row, engine.groups
-    ranks = groups.gather.size
-    parameters = optimizer = 0.0
-    for slab in engine.slabs():
-        size, dtypes = sum(parameter.numel() for parameter in slab.parameters), slab.dtypes
-        part = 1 / ranks if row.parameters.is_cut else 1.0
-        if not dtypes.has_master:
-            parameters += size * dtypes.compute.itemsize * part
-        elif not row.parameters.is_cut and ranks > 1:
-            parameters += size * dtypes.compute.itemsize
-        if slab.requires_grad:
-            kept = size / ranks if row.optimizer.is_cut else size
-            optimizer += kept * (dtypes.master.itemsize if dtypes.has_master else 0)
-            optimizer += kept * _moments(engine) * engine.precision.moments.itemsize
-    lines = {"parameters": parameters, "optimizer": optimizer}
-    return [
-        Line(state, Tier.DEVICE.value, BYTES, round(predicted), recording.peaks[state])
-        for state, predicted in lines.items()
-        if predicted
-    ]
+_NO_PRESET = ("cpu", "unknown")
 
 
-def _moments(engine: Engine) -> int:
+def _machine(engine: Engine) -> Machine:
+    """As many devices as there are ranks, of the kind that this one is."""
+    ranks, inside = engine.groups.control.size, _group(engine) or None
+    if engine.device.type != "cuda":
+        return preset("cpu", devices=ranks, per_node=inside or ranks)
+    name = torch.cuda.get_device_name(engine.device)
+    known = preset_of(name)
+    found = preset(known or "A100-80", devices=ranks, per_node=inside or torch.cuda.device_count())
+    return found if known is not None else replace(found, name="unknown")
+
+
+def _group(engine: Engine) -> int:
+    """Ranks inside a group, where the mesh has two axes."""
+    mesh = engine.groups.mesh
+    return int(mesh.mesh.shape[-1]) if mesh is not None and mesh.ndim == 2 else 0
+
+
+def _moments(engine: Engine) -> float:
     """Numbers that the optimizer keeps for each parameter."""
     settings = engine.optimizers[0].defaults if engine.optimizers else {}
-    return 2 if "betas" in settings else int(bool(settings.get("momentum")))
+    return 2.0 if "betas" in settings else float(bool(settings.get("momentum")))

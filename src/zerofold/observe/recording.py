@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -44,6 +46,10 @@ class Recording:
         self.peaks = dict.fromkeys(STATES, 0)
         self.unit_peaks: dict[str, int] = {}
         """Of gradients, by unit."""
+        self.step_gradients = 0
+        """Bytes of gradients on the device when an optimizer has stepped: those it steps by, with none on their way."""
+        self.device_gradients = 0
+        """The most of them at any time."""
         self.device_peak = 0
         self.tier_peaks: dict[str, dict[str, int]] = {}
         self._gradients: dict[int, _Gradients] = {}
@@ -72,6 +78,17 @@ class Recording:
     ) -> None:
         self.stop()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is inside is no part of a step, neither its time nor what it sends: an evaluation, a checkpoint."""
+        traffic = self._engine.traffic
+        sent, calls = dict(traffic.sent), dict(traffic.counts)
+        with self.tape.paused():
+            yield
+        for key, nbytes in traffic.sent.items():
+            self._sent[key] = self._sent.get(key, 0.0) + nbytes - sent.get(key, 0.0)
+            self._calls[key] = self._calls.get(key, 0) + traffic.counts[key] - calls.get(key, 0)
+
     def time(self) -> dict[str, float]:
         """Seconds of the mean step by what they were spent on, and all together as "step"."""
         return mean_step(self.tape.seconds, self.tape.steps)
@@ -99,6 +116,7 @@ class Recording:
     def _after_step(self) -> None:
         self.steps += 1
         self._sample(None)
+        self.step_gradients = max(self.step_gradients, self._sums.on_device)
         memory = self._engine.offloading.memory
         for tier in (Tier.HOST, Tier.NVME) if self._engine.is_offloaded else ():
             peaks = self.tier_peaks.setdefault(tier.value, {})
@@ -130,6 +148,7 @@ class Recording:
             stats = torch.cuda.memory.memory_stats_as_nested_dict(engine.device)
             allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
             found["other"] = max(0, allocated - held)
+        self.device_gradients = max(self.device_gradients, self._sums.on_device)
         self.device_peak = max(self.device_peak, held + found["other"])
         for state, nbytes in found.items():
             self.peaks[state] = max(self.peaks[state], nbytes)

@@ -146,15 +146,16 @@ def _facts(run: RunFiles, ledger: dict[str, Any]) -> dict[str, Any]:
     speeds = [number(line.get("tokens_per_second")) for line in run.metrics]
     known = sorted(speed for speed in speeds if speed is not None)
     facts["median_tokens_per_second"] = known[len(known) // 2] if known else None
-    facts["mfu"] = number(last.get("mfu"))
-    facts["peak_device_bytes"] = numbers_in(last.get("peak_bytes")).get("device")
+    facts["mfu"] = number(ledger.get("mfu", last.get("mfu")))
+    facts["peak_device_bytes"] = numbers_in(ledger.get("peak_bytes") or last.get("peak_bytes")).get("device")
     for key in ("rank", "world", "psi", "tokens_per_step", "flops_per_step", "peak_flops"):
         facts[key] = number(ledger.get(key))
     for key in ("stage", "precision", "device"):
         found = ledger.get(key, run.config.get(key))
         facts[key] = None if found is None else text_of(found)
-    if facts["world"] is None:
-        facts["world"] = number(run.config.get("world"))
+    for key, setting in (("world", "world"), ("psi", "parameters")):
+        if facts[key] is None:
+            facts[key] = number(run.config.get(setting))
     return facts
 
 

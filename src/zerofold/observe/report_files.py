@@ -14,7 +14,7 @@ CONFIG, METRICS, LEDGER, TIMELINE = "config.json", "metrics.jsonl", "ledger.json
 _HOW_TO_GET = {
     CONFIG: "`zerofold train` writes it at the start of a run",
     LEDGER: "`zerofold train` writes it when a run ends; one that was killed has none until it goes on with --resume",
-    TIMELINE: "`zerofold train --timeline` records the events of some steps",
+    TIMELINE: "`zerofold train` writes it when a run ends",
 }
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zerofold.config import FileMonitor, WandbMonitor
 from zerofold.engine import Engine
-from zerofold.observe.book import book_of, ending, mfu
+from zerofold.observe.book import book_of, ending, mfu, peak_flops_of, precision_of
 from zerofold.observe.ledger import Ledger
 from zerofold.observe.monitors import Event, PrometheusWriter, Writer, is_missing, make_writers
+from zerofold.observe.predicted import Workload
 from zerofold.observe.recording import mean_step
 from zerofold.observe.run_files import RunFiles
 
@@ -32,7 +32,9 @@ class Run:
     after           the step that a run goes on from; its lines after that are dropped
     flops_per_step  what a step has to compute on one rank, for MFU; by default 6 × parameters × tokens, attention left
                     out
-    peak_flops      what a device can compute in a second, for MFU; without it there is none
+    peak_flops      what a device can compute in a second, for MFU; by default its preset's, where it has one
+    workload        makes the model's shape and the batch, for predictions of peak memory and time on a GPU; asked when
+                    the run is closed, since a trace takes seconds
     csv, tensorboard, prometheus, wandb
                     other places for the same numbers: files in folder/csv, in folder/tensorboard, the path of a file
                     for node_exporter's textfile collector, a project of Weights & Biases
@@ -62,6 +64,7 @@ class Run:
         after: int = 0,
         flops_per_step: float | None = None,
         peak_flops: float | None = None,
+        workload: Callable[[], Workload] | None = None,
         csv: bool = False,
         tensorboard: bool = False,
         prometheus: str | os.PathLike[str] | None = None,
@@ -72,7 +75,8 @@ class Run:
         check_writers(tensorboard=tensorboard, wandb=wandb)
         self._engine = Engine.of(model)
         self.is_first = self._engine.groups.control.rank == 0
-        self._every, self._flops, self._peak_flops = every, flops_per_step, peak_flops
+        self._every, self._flops, self._workload = every, flops_per_step, workload
+        self._peak_flops = peak_flops or peak_flops_of(self._engine.device, precision_of(self._engine))
         self.steps, self._tokens, self._losses = after, 0.0, list[Any]()
         self._started = self._line_at = time.perf_counter()
         self._line_tokens = self._line_steps = 0.0
@@ -176,7 +180,7 @@ class Run:
         if not self.is_first or self.is_closed:
             yield
             return
-        with self._recording.tape.paused():
+        with self._recording.paused():
             yield
 
     def close(self) -> list[str]:
@@ -186,15 +190,19 @@ class Run:
             return []
         self.is_closed = True
         self._recording.stop()
-        book = self._book(self._ledger.snapshot())
-        self.files.ledger(book)
+        snapshot = self._ledger.snapshot()
         self.files.timeline(self._ledger.trace())
+        book = self._book(snapshot)
+        self.files.ledger(book)
+        if self._workload is not None:
+            book = self._book(snapshot, self._workload())
+            self.files.ledger(book)
         self.files.close()
         for writer in self._writers:
             writer.close()
         return ending(book)
 
-    def _book(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+    def _book(self, snapshot: dict[str, Any], workload: Workload | None = None) -> dict[str, Any]:
         return book_of(
             self._engine,
             self._recording,
@@ -203,6 +211,7 @@ class Run:
             tokens_per_step=self.tokens_per_step,
             flops_per_step=self.flops_per_step,
             peak_flops=self._peak_flops,
+            workload=workload,
         )
 
 
@@ -235,8 +244,3 @@ def _events(line: dict[str, Any]) -> Iterator[Event]:
         for part, number in rows:
             if isinstance(number, int | float) and not isinstance(number, bool) and name != "step":
                 yield Event(f"train/{name}/{part}".rstrip("/"), float(number), step)
-
-
-def peak_flops_of(device: torch.device, precision: str) -> float | None:
-    """What this device can compute in a second, where its name is known; None for a CPU."""
-    return None

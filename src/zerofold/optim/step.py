@@ -78,7 +78,7 @@ class Step:
         tape = self._engine.clock.tape
         self._end()
         if tape is not None and self._optimizer is self._engine.optimizers[-1]:
-            tape.end_step()
+            tape.end_update()
 
     def _end(self) -> None:
         engine = self._engine

@@ -45,21 +45,24 @@ class _Values:
         self._known: dict[int, Any] = {}
 
     def __getitem__(self, wanted: int) -> Any:
+        known, nodes = self._known, self._nodes
+        if wanted in known:
+            return known[wanted]
         waiting = [wanted]  # a long sum is deeper than Python's stack
         while waiting:
             number = waiting[-1]
-            operation, *operands = self._nodes[number]
-            if number in self._known:
-                waiting.pop()
-            elif operation == "value":
-                self._known[number] = operands[0]
+            operation, *operands = nodes[number]
+            if operation == "value":
+                known[number] = operands[0]
             elif operation == "input":
-                self._known[number] = self._inputs[operands[0]]
-            elif missing := [each for each in operands if each not in self._known]:
+                known[number] = self._inputs[operands[0]]
+            elif missing := [each for each in operands if each not in known]:
                 waiting += missing
+                continue
             else:
-                self._known[number] = COMPUTE[operation](*(self._known[each] for each in operands))
-        return self._known[wanted]
+                known[number] = COMPUTE[operation](*[known[each] for each in operands])
+            waiting.pop()
+        return known[wanted]
 
     def meet(self, guards: Iterable[Guard]) -> bool:
         try:
@@ -114,17 +117,18 @@ class Formulas:
         return found
 
     def as_data(self) -> dict[str, Any]:
-        """For the page. Whole numbers are texts, since JSON's readers have 53 bits."""
+        """For the page: the nodes that something needs, numbered anew. Whole numbers are texts, since JSON's readers
+        have 53 bits."""
+        new = {old: number for number, old in enumerate(sorted(self._needed()))}
         return {
-            "nodes": [
-                ["value", str(node[1])] if node[0] == "value" and isinstance(node[1], int) else list(node)
-                for node in self._tape.nodes
-            ],
+            "nodes": [self._node_as_data(old, new) for old in new],
             "regions": {
                 name: [
                     {
-                        "guards": [[guard.compare, guard.left, guard.right, guard.outcome] for guard in region.guards],
-                        "outputs": dict(region.outputs),
+                        "guards": [
+                            [each.compare, new[each.left], new[each.right], each.outcome] for each in region.guards
+                        ],
+                        "outputs": {key: new[number] for key, number in region.outputs.items()},
                         "refused": region.refused,
                     }
                     for region in regions
@@ -132,6 +136,25 @@ class Formulas:
                 for name, regions in self.regions.items()
             },
         }
+
+    def _needed(self) -> set[int]:
+        regions = [region for some in self.regions.values() for region in some]
+        waiting = [number for region in regions for number in region.outputs.values()]
+        waiting += [number for region in regions for guard in region.guards for number in (guard.left, guard.right)]
+        needed: set[int] = set()
+        while waiting:
+            number = waiting.pop()
+            if number not in needed:
+                needed.add(number)
+                operation, *operands = self._tape.nodes[number]
+                waiting += [] if operation in ("value", "input") else operands
+        return needed
+
+    def _node_as_data(self, number: int, new: Mapping[int, int]) -> list[Any]:
+        operation, *operands = self._tape.nodes[number]
+        if operation == "value":
+            return [operation, str(operands[0]) if isinstance(operands[0], int) else operands[0]]
+        return [operation, *operands] if operation == "input" else [operation, *(new[each] for each in operands)]
 
     def _follow(self, name: str, place: Inputs) -> Region:
         tape = self._tape

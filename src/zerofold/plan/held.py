@@ -12,8 +12,8 @@ from zerofold.offload.plan import try_place
 from zerofold.offload.sizes import ByTier, UnitSize, bytes_of
 from zerofold.offload.wishes import AUTO, Offload
 from zerofold.placement import INSIDE, Row, Tier, Tiers, row
+from zerofold.plan.followed import greatest, greatest_common_divisor, least
 from zerofold.plan.machine import Machine
-from zerofold.plan.mesh import mesh_of
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
 from zerofold.plan.slabs import SlabSize, slabs_of, unit_size
@@ -55,9 +55,18 @@ class Ranks:
 
 def ranks_of(machine: Machine, point: Point) -> Ranks:
     """Raises ValueError where the degrees do not divide the devices."""
-    mesh = mesh_of(machine, point)
-    on_node = min(machine.per_node, machine.devices)
-    return Ranks(data=mesh.data, group=mesh.inside, on_node=on_node, placed=row(point.stage))
+    over = point.tensor * point.pipeline
+    if over < 1 or machine.devices % over:
+        raise ValueError(
+            f"tensor={point.tensor} and pipeline={point.pipeline} do not divide {machine.devices} devices; choose "
+            "degrees whose product does"
+        )
+    data = machine.devices // over
+    on_node = least((machine.per_node, machine.devices))
+    group = point.group or greatest_common_divisor(greatest((1, on_node // point.tensor)), data)
+    if data % group:
+        raise ValueError(f"group={group} does not divide the {data} data-parallel ranks; choose a divisor of {data}")
+    return Ranks(data=data, group=group, on_node=on_node, placed=row(point.stage))
 
 
 @lru_cache(maxsize=64)
@@ -85,7 +94,7 @@ class HeldUnit:
     @property
     def largest_local_gradient(self) -> int:
         """Of one slab: the root's parameters get theirs at opposite ends of backward."""
-        return max((slab.numel * slab.compute for slab in self.slabs if slab.is_trained), default=0)
+        return greatest(slab.numel * slab.compute for slab in self.slabs if slab.is_trained)
 
 
 def held_units(model: ModelShape, ranks: Ranks, widths: Widths, point: Point) -> list[HeldUnit]:
@@ -136,10 +145,10 @@ def gathered_at_once(units: Sequence[HeldUnit], ranks: Ranks, live_bytes: int | 
     Alone, parameters that nobody cut are not fetched ahead; but in backward a unit begins before the last one ends.
     """
     root = sum(unit.gathered for unit in units if unit.shape.name == ROOT)
-    largest = max((unit.gathered for unit in units if unit.shape.name != ROOT), default=0)
+    largest = greatest(unit.gathered for unit in units if unit.shape.name != ROOT)
     total = sum(unit.gathered * unit.shape.count for unit in units)
     bound = live_bytes if live_bytes is not None and ranks.placed.parameters.is_cut else root + 2 * largest
-    return min(total, bound)
+    return least((total, bound))
 
 
 def fused_buffers(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point: Point, *, on_cpu: bool) -> int:
@@ -153,10 +162,10 @@ def fused_buffers(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point
     if over == 1 and not widths.has_master:
         return 0  # all-reduced in place
     capacity = max(1, point.buffer_bytes // widths.wire)
-    largest = max(slab.shard for unit in units for slab in unit.slabs if slab.is_trained)
+    largest = greatest(slab.shard for unit in units for slab in unit.slabs if slab.is_trained)
     if over == 1:
-        return IN_FLIGHT * min(capacity, largest) * widths.wire
-    width = min(max(1, capacity // over), largest)
+        return IN_FLIGHT * least((capacity, largest)) * widths.wire
+    width = least((greatest((1, capacity // over)), largest))
     return IN_FLIGHT * (2 * (over - 1) if on_cpu else over + 1) * width * widths.wire
 
 
@@ -170,7 +179,7 @@ def local_gradients(
     if ranks.alone and not point.auto and point.tiers.gradients is Tier.DEVICE:
         return 0  # they are the gradients that stay
     whole = unit.largest_local_gradient if unit.shape.name == ROOT else unit.local_gradients
-    now = whole if made_at_most is None else min(whole, int(made_at_most))
+    now = whole if made_at_most is None else least((whole, math.trunc(made_at_most)))
     if ranks.optimizer_cut == 1 and not widths.has_master:
         return now  # copied into the flat gradient at once
     in_chunks = whole // widths.compute * widths.wire > point.buffer_bytes

@@ -11,18 +11,18 @@ and     activations so far             activations left, local           the upd
 The peak is the largest column, over all units. Gradients of a rank alone are what autograd made: they come one unit
 after the other while activations go.
 
-Numbers are made whole by `math.trunc`, not by `int`: the page of `--html` follows this arithmetic (`plan.followed`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import trunc  # not int(), which forgets how a number was made: zerofold.plan.followed
 from typing import NamedTuple
 
 from zerofold.offload.sizes import GRADIENTS, OPTIMIZER, PARAMETERS
 from zerofold.placement import Tier, Tiers
+from zerofold.plan.followed import greatest, least
 from zerofold.plan.held import (
     UPDATE_RING,
     HeldUnit,
@@ -114,9 +114,9 @@ def memory(
     workspaces = 0 if on_cpu else LIBRARY_WORKSPACES
     may_offload = point.auto or point.tiers.is_offloaded or bool(tiers)
     ring = UPDATE_RING if may_offload and not on_cpu else 0
-    checkpoints, logits = math.trunc(activity.checkpoints.at(samples)), math.trunc(activity.logits.at(samples))
-    alive = max((math.trunc(moment.alive.at(samples)) for moment in activity.moments), default=0)
-    most_local = max((local_gradients(unit, ranks, widths, point) for unit in units), default=0)
+    checkpoints, logits = trunc(activity.checkpoints.at(samples)), trunc(activity.logits.at(samples))
+    alive = greatest(trunc(moment.alive.at(samples)) for moment in activity.moments)
+    most_local = greatest(local_gradients(unit, ranks, widths, point) for unit in units)
     tiered = by_tier(
         units,
         ranks,
@@ -139,10 +139,11 @@ def memory(
         ring=ring,
     )
     init = _init_peak(units, ranks, widths, point, model, parts)
-    peak = max(_instants(units, activity, parts, ranks, widths, point), key=lambda instant: instant.nbytes)
-    peak = max(peak, Instant("init", init), key=lambda instant: instant.nbytes)
+    instants = [*_instants(units, activity, parts, ranks, widths, point), Instant("init", init)]
+    most = greatest(instant.nbytes for instant in instants)
+    peak = next(instant for instant in instants if instant.nbytes == most)
     comes_and_goes = gathered + buffers + most_local + alive
-    reserve = math.trunc(FRAGMENTATION * comes_and_goes)
+    reserve = trunc(FRAGMENTATION * comes_and_goes)
     device = {
         "parameters": parts.parameters,
         "gradients": parts.gradients,
@@ -177,7 +178,7 @@ def _working(units: Sequence[HeldUnit], activity: Activity, samples: int) -> int
         moment.alive.at(samples) - beside.get(units[moment.unit].shape.name, activity.checkpoints).at(samples)
         for moment in activity.moments
     )
-    return math.trunc(max(0, *numbers, 0))
+    return trunc(greatest((0, *numbers)))
 
 
 def activity_of(model: ModelShape, point: Point) -> Activity:
@@ -247,7 +248,7 @@ def _instants(
     for moment in activity.moments:
         unit = units[moment.unit]
         name = unit.shape.name or "the root"
-        alive, growth = math.trunc(moment.alive.at(samples)), abs(math.trunc(moment.growth.at(samples)))
+        alive, growth = trunc(moment.alive.at(samples)), abs(trunc(moment.growth.at(samples)))
         if moment.phase is Phase.FORWARD:
             gradients = parts.gradients if parts.gradients_stay else 0
             yield Instant(f"forward of {name}", base + gradients + parts.gathered + alive)
@@ -259,10 +260,10 @@ def _instants(
         repeats = min(moment.repeats, unit.shape.count)
         now = unit.states.gradients if moment.gradients is None else moment.gradients
         for done in (0, repeats - 1):  # of the equal units before this one
-            come = share.after(moment.unit, done, is_first=first_root) + math.trunc(now * share.part)
-            left = max(0, alive - growth * done)
-            yield Instant(f"backward of {name}", base + min(come, parts.gradients) + local + parts.gathered + left)
-        come, left = share.after(moment.unit, repeats, is_first=first_root), max(0, alive - growth * repeats)
+            come = share.after(moment.unit, done, is_first=first_root) + trunc(now * share.part)
+            left = greatest((0, alive - growth * done))
+            yield Instant(f"backward of {name}", base + least((come, parts.gradients)) + local + parts.gathered + left)
+        come, left = share.after(moment.unit, repeats, is_first=first_root), greatest((0, alive - growth * repeats))
         yield Instant(f"end of backward of {name}", base + come + local + parts.gathered + left)
         share.arrive(moment.unit, repeats, is_first=first_root)
         if unit.shape.name == ROOT:
@@ -285,7 +286,7 @@ class _Coming:
             return unit.states.gradients * count
         # The head's gradient comes first and the embeddings' last; one that both share is there from the first.
         large = [slab for slab in unit.slabs if slab.is_trained and slab.tensors == 1]
-        last = max((slab.numel for slab in large), default=0) if len(large) > 1 else 0
+        last = greatest(slab.numel for slab in large) if len(large) > 1 else 0
         numel = sum(slab.numel for slab in unit.slabs if slab.is_trained)
         if not count:
             return 0.0
@@ -293,10 +294,10 @@ class _Coming:
         return unit.states.gradients * ((1 - late) if is_first else late)
 
     def after(self, index: int, count: int, *, is_first: bool) -> int:
-        return math.trunc(min(self._all, self._arrived + self._of(index, count, is_first)) * self.part)
+        return trunc(least((self._all, self._arrived + self._of(index, count, is_first))) * self.part)
 
     def arrive(self, index: int, count: int, *, is_first: bool) -> None:
-        self._arrived = min(self._all, self._arrived + self._of(index, count, is_first))
+        self._arrived = least((self._all, self._arrived + self._of(index, count, is_first)))
 
 
 def _init_peak(
@@ -307,7 +308,8 @@ def _init_peak(
     moments = widths.moments * sum(
         slab.owned * unit.shape.count for unit in units for slab in unit.slabs if slab.is_trained
     )
-    kept = parts.parameters + max(0, parts.optimizer - moments)
-    whole = max((sum(slab.size * widths.master for slab in unit.slabs) for unit in units), default=0)
+    kept = parts.parameters + greatest((0, parts.optimizer - moments))
+    whole = greatest(sum(slab.size * widths.master for slab in unit.slabs) for unit in units)
     before = 0 if point.on_meta else model.parameters * model.built_bytes // (point.tensor * point.pipeline)
-    return max(kept, before) + whole if not ranks.alone or widths.has_master else max(kept, before)
+    most = greatest((kept, before))
+    return most + whole if not ranks.alone or widths.has_master else most

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from zerofold.observe.html import page_of, write_whole
+from zerofold.placement import Tier
 from zerofold.plan.formulas import Formulas, Inputs, Outputs
+from zerofold.plan.machine import Machine
+from zerofold.plan.memory import memory
+from zerofold.plan.point import Point
+from zerofold.plan.shape import ModelShape
 
-PEAK = "device_peak"
-"""Of the outputs: the most that is there at once. All other outputs are parts of a bar."""
-_MOST_STOPS = 12  # of a slider, where formulas are looked for
+PEAK, HOST, DISK = "device_peak", "host", "disk"
+"""Of the outputs: the most that is on the device at once, and what is elsewhere. All others are parts of a bar."""
+_NO_PARTS = ("init peak",)  # another time than training
+_MOST_DEVICES = 100_000
+_TOLD = ("checkpoint_every", "accumulate", "tensor", "pipeline", "precision", "group")
+_MOST_STOPS = 6  # of a slider, where formulas are looked for
+_FEW_PLACES = 1000  # so many are all looked at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +114,67 @@ def _as_texts(sizes: Outputs) -> dict[str, str]:
     return {line: str(size) for line, size in sizes.items()}
 
 
+def rows_of(
+    points: Sequence[Point],
+    shape_at: Callable[[Inputs], ModelShape],
+    machine: Machine,
+    *,
+    recommended: Point | None = None,
+) -> list[Row]:
+    """A row of the page for each point, from the plan's own memory model.
+
+    `shape_at` makes the model for the values of the sliders, of which it may use "sequence"; the machine has "devices"
+    of them, the point a micro-batch of "batch".
+
+    >>> from zerofold.plan.presets import preset
+    >>> from zerofold.plan.transformer import from_parameters
+    >>> rows = rows_of([Point(stage="3")], lambda at: from_parameters(7.5e9), preset("A100-80"))
+    >>> round(rows[0].bytes_at({"devices": 64, "batch": 1})["optimizer"] / 1e9, 1)
+    1.4
+    """
+
+    def row(point: Point) -> Row:
+        def bytes_at(at: Inputs) -> Outputs:
+            here = replace(point, micro_batch=at["batch"])
+            found = memory(shape_at(at), replace(machine, devices=at["devices"]), here)
+            parts = {line: size for line, size in found.device.items() if line not in _NO_PARTS}
+            away = {name: sum(sizes.values()) for name, sizes in ((HOST, found.host), (DISK, found.disk))}
+            return {**parts, **away, PEAK: found.device_need}
+
+        # What all rows share tells none of them apart.
+        detail = _detail(point, {name for name in _TOLD if len({getattr(each, name) for each in shown}) > 1})
+        return Row(name=_name(point), detail=detail, bytes_at=bytes_at, recommended=point == recommended)
+
+    shown = [point for point in points if not point.auto]
+    return [row(point) for point in shown]
+
+
+def sliders_of(machine: Machine, point: Point, sequence: int | None = None) -> list[Slider]:
+    """Where a reader begins, and how far one may go. `sequence`: of a model that is known for any other length too."""
+    sliders = [
+        Slider(name="devices", label="devices", value=machine.devices, high=max(_MOST_DEVICES, machine.devices)),
+        Slider(name="batch", label="micro-batch, samples", value=point.micro_batch, high=max(512, point.micro_batch)),
+    ]
+    if sequence is not None:
+        high = max(2**20, sequence)
+        sliders.append(Slider(name="sequence", label="sequence, tokens", value=sequence, low=1, high=high))
+    return sliders
+
+
+def _name(point: Point) -> str:
+    return f"stage {point.stage}" if point.stage.isdigit() else point.stage
+
+
+def _detail(point: Point, told: set[str]) -> str:
+    away = {
+        tier.value: [state for state in ("parameters", "gradients", "optimizer") if getattr(point.tiers, state) is tier]
+        for tier in (Tier.HOST, Tier.NVME)
+    }
+    said = [f"{' and '.join(states)} on {tier}" for tier, states in away.items() if states]
+    said += [f"{name.replace('_', ' ')} {getattr(point, name)}" for name in _TOLD if name in told]
+    return ", ".join(said)
+
+
 def formulas_of(rows: Sequence[Row], sliders: Sequence[Slider]) -> Formulas:
     """What the rows compute, for all values of the sliders that a reader is likely to choose; checked off the grid."""
     functions: Mapping[str, Callable[[Inputs], Outputs]] = {row.key: row.bytes_at for row in rows}
@@ -111,10 +182,12 @@ def formulas_of(rows: Sequence[Row], sliders: Sequence[Slider]) -> Formulas:
         raise ValueError("two rows of the page have the same name and detail: tell them apart by the detail")
     formulas = Formulas(functions)
     formulas.cover([{slider.name: slider.value for slider in sliders}])
+    if math.prod(slider.high - slider.low + 1 for slider in sliders) <= _FEW_PLACES:
+        formulas.cover(_places(sliders, lambda slider: list(range(slider.low, slider.high + 1))))
     formulas.cover(_places(sliders, stops))
     between = list(_places(sliders, _between))
     formulas.cover(between)
-    formulas.check([{slider.name: slider.value for slider in sliders}, *between[:: max(1, len(between) // 40)]])
+    formulas.check([{slider.name: slider.value for slider in sliders}, *between[:: max(1, len(between) // 20)]])
     return formulas
 
 

@@ -6,6 +6,7 @@ A matrix product reaches less than the published peak: `flops` are 70% of it, wh
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 
 from zerofold.plan.machine import GB, GIB, TERA, Link, Machine
@@ -89,6 +90,29 @@ def preset(name: str, *, devices: int = 1, per_node: int | None = None) -> Machi
         disk_read=3 * GB,
         disk_write=2.5 * GB,
     )
+
+
+def preset_of(device_name: str) -> str | None:
+    """The preset of a device as its driver calls it; None where there is none.
+
+    >>> preset_of("NVIDIA A100-SXM4-80GB"), preset_of("NVIDIA GeForce RTX 4090"), preset_of("NVIDIA H200")
+    ('A100-80', '4090', 'H200')
+    >>> preset_of("NVIDIA A100-PCIE-40GB"), preset_of("NVIDIA T4")
+    ('A100-40', None)
+    """
+    words = re.split(r"[^A-Z0-9]+", device_name.upper().replace("GB", ""))
+    fitting = [name for name in _DEVICES if all(part in words for part in name.upper().split("-"))]
+    return max(fitting, key=len, default=None)
+
+
+def peak_flops(name: str, *, in_16_bit: bool = True) -> float:
+    """What matrix products of a preset's device could reach in a second: as published, or as measured for the H200.
+
+    >>> peak_flops("A100-80")
+    312000000000000.0
+    """
+    device = _DEVICES[name]
+    return float((device.flops_16 if in_16_bit else device.flops_32) * TERA)
 
 
 def _cpu(devices: int, per_node: int | None) -> Machine:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from zerofold.offload.sizes import UnitSize
 from zerofold.placement import Cut, Row
+from zerofold.plan.followed import greatest, least, remembered
 from zerofold.plan.shape import ROOT, UnitShape
 from zerofold.plan.states import Widths, waiting_gradient
 
@@ -39,6 +40,7 @@ class SlabSize:
         return self.size * self.compute
 
 
+@remembered(4096)
 def lay_out(numels: tuple[int, ...], widths: Widths, over: int, first_owns_all: bool, is_trained: bool) -> SlabSize:
     """The same numbers as `FlatLayout.even` and `by_owner`.
 
@@ -53,10 +55,8 @@ def lay_out(numels: tuple[int, ...], widths: Widths, over: int, first_owns_all: 
     shard = -(-each // alignment) * alignment
     owned, offset = 0, 0
     for numel in numels:
-        owned += max(0, min(offset + numel, shard) - offset)
+        owned += greatest((0, least((offset + numel, shard)) - offset))
         offset += -(-numel // alignment) * alignment
-        if offset >= shard:
-            break
     return SlabSize(sum(numels), shard * over, shard, owned, len(numels), compute, is_trained)
 
 

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections import deque
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,8 +17,9 @@ import torch.distributed as dist
 
 import zerofold as zf
 from zerofold.observe.run_files import METRICS_FILE
+from zerofold.train.amounts import flops_per_token, workload
 from zerofold.train.data import ByteText, library_source
-from zerofold.train.gpt import GPT, Block, GPTConfig, generate
+from zerofold.train.gpt import GPT, Block, generate
 from zerofold.train.options import TrainOptions
 from zerofold.train.progress import Reporter, Status, printable
 from zerofold.train.signals import StopSignals, first_of
@@ -104,6 +106,7 @@ class Training:
             options.out,
             self.model,
             after=self.state.step,
+            workload=partial(workload, options, self.shares.micro) if device.type == "cuda" else None,
             flops_per_step=flops_per_token(options.gpt, self.parameters) * self.tokens_per_step / world,
             csv=options.csv,
             tensorboard=options.tensorboard,
@@ -303,12 +306,6 @@ class Training:
 def cosine(progress: float) -> float:
     """From 1 down to a tenth over the run."""
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def flops_per_token(gpt: GPTConfig, parameters: int) -> int:
-    """Of forward and backward: 6 for every weight that a token is multiplied with, and attention over all positions."""
-    multiplied = parameters - gpt.vocab * gpt.hidden  # the embedding is looked up
-    return 6 * multiplied + 12 * gpt.layers * gpt.hidden * gpt.seq
 
 
 def summary(result: Result, options: TrainOptions, ending: list[str]) -> str:

@@ -7,6 +7,14 @@ function formulas({ nodes, regions }) {
     const quotient = a / b;  // of BigInts: towards zero
     return a % b !== 0n && a < 0n !== b < 0n ? quotient - 1n : quotient;
   };
+  // The double nearest to a / b, as Python gives it: 64 bits of the quotient, a last one for what is left, rounded once.
+  const ratio = (a, b) => {
+    const [up, down] = [a < 0n ? -a : a, b < 0n ? -b : b];
+    const shift = BigInt(Math.max(0, 66 - up.toString(2).length + down.toString(2).length));
+    const quotient = (up << shift) / down;
+    const near = Number((quotient << 1n) | ((up << shift) % down === 0n ? 0n : 1n)) / 2 ** (Number(shift) + 1);
+    return a < 0n !== b < 0n ? -near : near;
+  };
   const halfToEven = (a) => {
     const low = Math.floor(a);
     const rest = a - low;
@@ -23,7 +31,13 @@ function formulas({ nodes, regions }) {
     "%": (a, b) => a - b * floored(a, b),
     "/": (a, b) => {
       if (Number(b) === 0) throw new RangeError("division by zero");
-      return Number(a) / Number(b);
+      return typeof a === "bigint" && typeof b === "bigint" ? ratio(a, b) : Number(a) / Number(b);
+    },
+    max: (a, b) => (b > a ? b : a),
+    min: (a, b) => (b < a ? b : a),
+    gcd: (a, b) => {
+      while (b) [a, b] = [b, a % b];
+      return a;
     },
     neg: (a) => -a,
     round: whole(halfToEven), floor: whole(Math.floor), ceil: whole(Math.ceil), trunc: whole(Math.trunc),

@@ -2,6 +2,7 @@
 // The page of a plan: a bar for every row, drawn again whenever a slider moves.
 
 const PEAK = "device_peak";
+const ELSEWHERE = ["host", "disk"];
 const at = data.formulas ? formulas(data.formulas) : () => null;
 const place = Object.fromEntries(data.sliders.map(({ name, value }) => [name, value]));
 const bars = h("div", { id: "bars" });
@@ -39,7 +40,7 @@ function rowsHere() {
   return data.rows.map((row) => {
     const values = found ? found[row.key] : Object.fromEntries(Object.entries(row.bytes).map(([line, value]) => [line, BigInt(value)]));
     if (!values) return { ...row, values: null, reached: values === null };
-    const lines = Object.entries(values).filter(([line]) => line !== PEAK);
+    const lines = Object.entries(values).filter(([line]) => line !== PEAK && !ELSEWHERE.includes(line));
     const sum = lines.reduce((total, [, value]) => total + value, 0n);
     return { ...row, values, lines, sum, peak: values[PEAK] ?? sum };
   });
@@ -82,14 +83,18 @@ function show() {
   const limit = data.device_memory ?? 0;
   const largest = Math.max(1, ...known.map((row) => Math.max(Number(row.sum), Number(row.peak))));
   const scale = limit > largest && limit < 1.7 * largest ? limit * 1.02 : largest * 1.01;
-  const lines = [...new Set(known.flatMap((row) => row.lines.map(([line]) => line)))];
+  // A line that is nothing in every row needs no place.
+  const used = new Set(known.flatMap((row) => row.lines.filter(([, value]) => value).map(([line]) => line)));
+  const lines = [...new Set(known.flatMap((row) => row.lines.map(([line]) => line)))].filter((line) => used.has(line));
+  const elsewhere = ELSEWHERE.filter((tier) => known.some((row) => row.values[tier]));
   legendPlace.replaceChildren(legend(lines.map((line) => [line, color(line)])));
   bars.replaceChildren(...rows.map((row) => bar(row, scale, limit)), scaleUnder(scale));
   const cell = (value) => value === undefined ? DASH :
     { text: inFull ? big(value) : bytes(Number(value)), title: `${big(value)} bytes` };
   const peaks = known.some((row) => PEAK in row.values);
-  numbers.replaceChildren(table([["row", "text"], ...lines.map((line) => [line]), [peaks ? "peak" : "sum"]],
-    known.map((row) => [{ text: row.name, small: row.detail }, ...lines.map((line) => cell(row.values[line])), cell(row.peak)]), { id: "numbers" }));
+  numbers.replaceChildren(table([["row", "text"], ...lines.map((line) => [line]), [peaks ? "peak" : "sum"], ...elsewhere.map((tier) => [`on the ${tier}`])],
+    known.map((row) => [{ text: row.name, small: row.detail, class: "wrap" }, ...lines.map((line) => cell(row.values[line])), cell(row.peak),
+      ...elsewhere.map((tier) => cell(row.values[tier]))]), { id: "numbers" }));
 }
 
 const limitText = data.device_memory ? ` A device has ${bytes(data.device_memory)}: the dashed line, where it is in sight.` : "";

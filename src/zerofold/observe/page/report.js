@@ -97,12 +97,12 @@ function communication() {
     h("i", { style: `background:${paint};width:${((100 * (value ?? 0)) / largest).toFixed(3)}%` }));
   return section("Communication",
     "What this rank sent in a step, by collective, and what a ring would send by theory.",
-    legend([["sent", "var(--parameters)"], ["theory", "var(--rest)"]]),
+    legend([["sent", "var(--parameters)"], ...(data.communication.some((each) => each.theory_bytes_per_step !== null) ? [["theory", "var(--rest)"]] : [])]),
     data.communication.map((each) => h("div", { style: "margin:0 0 8px" },
       h("div", { style: "font-size:13px" }, `${each.operation}${each.group ? `, ${each.group}` : ""}`),
       bar(each.bytes_per_step, "var(--parameters)"),
       each.theory_bytes_per_step === null ? null : bar(each.theory_bytes_per_step, "var(--rest)"))),
-    table([["collective", "text"], ["group", "text"], ["calls"], ["sent a step"], ["theory"], ["off"]],
+    table([["collective", "text"], ["group", "text"], ["calls a step"], ["sent a step"], ["theory"], ["off"]],
       data.communication.map((each) => [
         each.operation, each.group, exact(each.calls), sized(each.bytes_per_step), sized(each.theory_bytes_per_step),
         percent(each.off_percent)]), { id: "communication" }));

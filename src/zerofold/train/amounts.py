@@ -1,0 +1,25 @@
+"""What a step of the built-in job has to compute, and what a plan must know of it."""
+
+from __future__ import annotations
+
+import torch
+
+from zerofold.observe.predicted import Workload
+from zerofold.plan.tracing.trace import trace
+from zerofold.train.gpt import GPT, Block, GPTConfig
+from zerofold.train.options import TrainOptions
+
+
+def workload(options: TrainOptions, micro_batch: int) -> Workload:
+    """For predictions of a GPU's peak memory and time: activations follow from a trace without memory."""
+    with torch.device("meta"):
+        model = GPT(options.gpt)
+        tokens = torch.zeros(1, options.gpt.seq, dtype=torch.long)
+    shape = trace(model, (tokens, tokens), units=Block, checkpoint_every=[0], precision=options.precision)
+    return Workload(shape=shape, micro_batch=micro_batch)
+
+
+def flops_per_token(gpt: GPTConfig, parameters: int) -> int:
+    """Of forward and backward: 6 for every weight that a token is multiplied with, and attention over all positions."""
+    multiplied = parameters - gpt.vocab * gpt.hidden  # the embedding is looked up
+    return 6 * multiplied + 12 * gpt.layers * gpt.hidden * gpt.seq
