@@ -23,7 +23,7 @@ from zerofold.plan.memory import LINES, memory
 from zerofold.plan.page import PEAK
 from zerofold.plan.presets import preset, preset_names
 from zerofold.plan.shape import ModelShape
-from zerofold.plan.sliders import rows_of, sliders_of
+from zerofold.plan.sliders import rows_of_plan, sliders_of_plan
 
 GPT = ["--layers", "4", "--hidden", "256", "--heads", "4", "--vocab", "1000", "--seq", "128"]
 
@@ -225,16 +225,16 @@ def plan_of_a_gpt() -> Plan:
 
 def test_a_page_answers_as_python_does(tmp_path: Path) -> None:
     found = plan_of_a_gpt()
-    rows = rows_of(found)
+    rows = rows_of_plan(found)
     formulas = Formulas({row.key: row.bytes_at for row in rows})
-    here = {slider.name: slider.value for slider in sliders_of(found)}
+    here = {slider.name: slider.value for slider in sliders_of_plan(found)}
     formulas.cover([here])
     formulas.check([here])
     for row, each in zip(rows, found.stages, strict=False):
-        assert row.bytes_at(here)[PEAK] == each.memory.device_peak
-    elsewhere = rows[3].bytes_at({"devices": 24, "batch": 3, "seq": 96})
+        assert row.bytes_at(here)[PEAK] == each.memory.device_need
+    elsewhere = rows[3].bytes_at({"devices": 24, "batch": 3, "sequence": 96})
     again = zf.plan(layers=4, hidden=256, heads=4, vocab=1000, seq=96, world_size=24, micro_batch=3)
-    assert elsewhere[PEAK] == again.stages[3].memory.device_peak
+    assert elsewhere[PEAK] == again.stages[3].memory.device_need
     file = tmp_path / "plan.html"
     assert invoke(*GPT, "--world-size", "8", "--html", str(file)).exit_code == 0
     assert "<script>" in file.read_text()
