@@ -26,7 +26,9 @@ class Instant(NamedTuple):
     gradients: float
     """That wait for the others of their slab."""
     sent: float
-    """That are on their way to other ranks, where there are any."""
+    """That are complete and on their way to other ranks, where there are any."""
+    arrived: float
+    """That are complete, for a rank alone."""
     logits: float
     """Of the activations: whose last dimension is the vocabulary's."""
 
@@ -86,7 +88,7 @@ def read(recording: Recording, vocabulary: int | None) -> list[Stretch]:
                     stretches.append(Stretch(phase, unit))
             case Kernel(scratch, flops, moved, is_kernel):
                 now = stretches[-1]
-                now.instants.append(Instant(alive + scratch, waiting, wire.nbytes, of_logits))
+                now.instants.append(Instant(alive + scratch, waiting, wire.nbytes, wire.sent, of_logits))
                 now.flops, now.moved, now.kernels = now.flops + flops, now.moved + moved, now.kernels + is_kernel
         stretches[-1].left = alive
     return _merged([stretch for stretch in stretches if stretch.instants])
@@ -99,8 +101,10 @@ class _Wire:
     def __init__(self) -> None:
         self._chunks: deque[int] = deque(maxlen=_IN_FLIGHT)
         self._sizes: dict[int, float] = {}
+        self.sent = 0.0  # in all
 
     def send(self, slab: int, nbytes: float, chunks: int) -> None:
+        self.sent += nbytes
         self._sizes[slab] = nbytes
         self._chunks.extend([slab] * chunks)
 
@@ -138,6 +142,7 @@ class Line(NamedTuple):
     alive: PerSample
     gradients: float
     sent: float
+    arrived: float
     logits: PerSample
 
     def at(self, samples: float) -> float:
@@ -162,7 +167,10 @@ class Fitted:
             and abs(self.unit - other.unit) == 1
             and self.work == other.work
             and len(self.lines) == len(other.lines)
-            and all(mine[1:3] == its[1:3] for mine, its in zip(self.lines, other.lines, strict=True))
+            and all(
+                (mine.gradients, mine.sent) == (its.gradients, its.sent)
+                for mine, its in zip(self.lines, other.lines, strict=True)
+            )
         )
 
     def steps_from(self, other: Fitted) -> tuple[PerSample, ...]:
@@ -182,7 +190,7 @@ def fit(smaller: Sequence[Stretch], larger: Sequence[Stretch], samples: tuple[in
     fitted = []
     for low, high in zip(smaller, larger, strict=True):
         lines = [
-            Line(line(a.alive, b.alive), a.gradients, a.sent, line(a.logits, b.logits))
+            Line(line(a.alive, b.alive), a.gradients, a.sent, a.arrived, line(a.logits, b.logits))
             for a, b in zip(low.instants, high.instants, strict=True)
         ]
         work = Work(line(low.flops, high.flops), line(low.moved, high.moved), low.kernels)
@@ -266,6 +274,7 @@ def moments(fitted: Sequence[Fitted], groups: Sequence[int]) -> tuple[Moment, ..
                     alive=line.alive,
                     gradients=line.gradients,
                     sent=line.sent,
+                    arrived=line.arrived,
                     work=largest.work if number == 0 else Work(),
                     repeats=len(row),
                     growth=growth,
