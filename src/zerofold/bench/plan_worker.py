@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import zerofold as zf
 from zerofold.bench.memory import make_finite
 from zerofold.bench.plan_models import PlanModel, plan_model
-from zerofold.bench.plan_predicted import Rates, Run, peak_bytes, step_seconds
+from zerofold.bench.plan_predicted import BUFFER_BYTES, Rates, Run, peak_bytes, step_seconds
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.tracing import trace
 
@@ -37,7 +38,7 @@ class PlanTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One run, predicted and measured. Seconds at world 1 only."""
+    """One run, predicted and measured. Seconds of a rank alone on a GPU: the profiler slows the CPU that it watches."""
 
     model: str
     parameters: int
@@ -66,17 +67,23 @@ def measure_model(task: PlanTask) -> list[Compared]:
     model = plan_model(task.model, task.device)
     with torch.device("meta"):
         empty, example = model.build(), model.batch(1)
-    shape = trace(empty, example, precision=task.precision, device_like=task.device, name=task.model)
+    shape = trace(
+        empty,
+        example,
+        precision=task.precision,
+        device_like=task.device,
+        buffer_bytes=BUFFER_BYTES[task.device],
+        name=task.model,
+    )
     del empty
-    rates = measure_rates(device, task.precision) if any(run.world == 1 for run in task.runs) else None
+    is_timed = task.device == "cuda" and any(run.world == 1 for run in task.runs)
+    rates = measure_rates(device, task.precision) if is_timed else None
     results: dict[Run, Compared] = {}
     for world, stage in dict.fromkeys((run.world, run.stage) for run in task.runs):
         some = [run for run in task.runs if (run.world, run.stage) == (world, stage)]
         for run, found in _measure_row(model, some, task, device).items():
             results[run] = _compare(task, shape, run, found, rates)
     return [results[run] for run in task.runs]
-
-
 
 
 def _compare(task: PlanTask, shape: ModelShape, run: Run, found: tuple[int, float], rates: Rates | None) -> Compared:
@@ -87,7 +94,7 @@ def _compare(task: PlanTask, shape: ModelShape, run: Run, found: tuple[int, floa
         run=run,
         predicted_bytes=peak_bytes(shape, run, task.precision, task.device),
         measured_bytes=found[0],
-        predicted_s=step_seconds(shape, run, task.precision, rates) if is_timed and rates else None,
+        predicted_s=step_seconds(shape, run, task.precision, task.device, rates) if is_timed and rates else None,
         measured_s=found[1] if is_timed else None,
     )
 
@@ -125,6 +132,7 @@ def _train(
         stage=runs[0].stage,
         precision=task.precision,
         device=device,
+        buffer_bytes=BUFFER_BYTES[task.device],
     )
     seconds = {}
     for run in runs:
@@ -136,8 +144,10 @@ def _train(
             for _ in range(MEASURED_STEPS):
                 _step(module, optimizer, batch, run.world)
         seconds[run] = math.nan
-        if run.world == 1:
-            seconds[run] = min(_timed(lambda: _step(module, optimizer, batch, 1), device) for _ in range(TIMED_STEPS))
+        if run.world == 1 and device.type == "cuda":
+            step = partial(_step, module, optimizer, batch, run.world)
+            seconds[run] = min(_timed(step, device) for _ in range(TIMED_STEPS))
+            del step
         del batch
     if not optimizer.state:
         raise RuntimeError("the steps made no optimizer states, so there is nothing to measure")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -146,7 +146,12 @@ class Line(NamedTuple):
     logits: PerSample
 
     def at(self, samples: float) -> float:
+        """In all, on one of several ranks."""
         return self.alive.at(samples) + self.gradients + self.sent
+
+    def at_alone(self, samples: float) -> float:
+        """In all, on a rank alone."""
+        return self.alive.at(samples) + self.gradients + self.arrived
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,7 @@ def fit(smaller: Sequence[Stretch], larger: Sequence[Stretch], samples: tuple[in
             for a, b in zip(low.instants, high.instants, strict=True)
         ]
         work = Work(line(low.flops, high.flops), line(low.moved, high.moved), low.kernels)
-        fitted.append(Fitted(low.phase, low.unit, tuple(_highest(lines)), work, line(low.left, high.left)))
+        fitted.append(Fitted(low.phase, low.unit, _highest_of_all(lines), work, line(low.left, high.left)))
     before = PerSample()
     result = []
     for each in fitted:
@@ -223,10 +228,14 @@ def _size(step: PerSample) -> PerSample:
     return step if step.at(1) >= 0 else PerSample(0.0 - step.fixed, 0.0 - step.each)
 
 
-def _highest(lines: list[Line]) -> list[Line]:
-    """The lines that are the highest at some batch of at least one sample, by rising slope."""
+def _highest_of_all(lines: list[Line]) -> tuple[Line, ...]:
+    """For several ranks, and what a rank alone has besides."""
+    return tuple(dict.fromkeys([*_highest(lines, Line.at), *_highest(lines, Line.at_alone)]))
 
-    current = max(lines, key=lambda line: (line.at(1), line.alive.each))
+
+def _highest(lines: list[Line], at: Callable[[Line, float], float]) -> list[Line]:
+    """The lines that are the highest at some batch of at least one sample, by rising slope."""
+    current = max(lines, key=lambda line: (at(line, 1), line.alive.each))
     chosen, samples = [current], 1.0
     while True:
         steeper = [line for line in lines if line.alive.each > current.alive.each]
@@ -234,7 +243,7 @@ def _highest(lines: list[Line]) -> list[Line]:
             return chosen
 
         def meets(line: Line, current: Line = current) -> float:
-            return (current.at(0) - line.at(0)) / (line.alive.each - current.alive.each)
+            return (at(current, 0) - at(line, 0)) / (line.alive.each - current.alive.each)
 
         current = min(steeper, key=lambda line: (meets(line), -line.alive.each))
         samples = max(samples, meets(current))

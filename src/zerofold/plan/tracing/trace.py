@@ -16,6 +16,7 @@ from zerofold.plan.tracing.recording import Recording
 from zerofold.plan.tracing.running import Loss, record
 from zerofold.plan.tracing.shadow import Shadow
 from zerofold.precision import Precision, policy_of
+from zerofold.prepare import DEFAULT_BUFFER_BYTES
 from zerofold.units import UnitChoice
 
 FITTED = (2, 3)
@@ -35,6 +36,7 @@ def trace(
     precision: str | Precision | None = "bf16",
     device_like: str = "cuda",
     loss: Loss | None = None,
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     name: str | None = None,
 ) -> ModelShape:
     """What a model's forward and backward take on a device, without one and without memory for the model.
@@ -42,8 +44,10 @@ def trace(
     The model may be anywhere, on the meta device too, and is left alone. `example` is what a call of it takes: a dict
     of keyword arguments, a tuple, or a tensor; their first dimension is the batch, of any size. `device_like` is
     "cuda" or "cpu": whose kernels and whose allocator. `loss` makes a number of what the model returns, where that
-    holds none. For each of `checkpoint_every` one `Activity` comes out: 0 keeps everything, k keeps every k-th block's
-    input. A model that checkpoints by itself is followed as it is, and has that one only, as interval 1.
+    holds none; `buffer_bytes` is what `zf.prepare` is given.
+
+    For each of `checkpoint_every` one `Activity` comes out: 0 keeps everything, k keeps every k-th block's input. A
+    model that checkpoints by itself is followed as it is, and has that one only, as interval 1.
 
     >>> import torch
     >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(3)))
@@ -68,7 +72,16 @@ def trace(
         keepers = shadow.checkpoint_every(interval) if interval else []
 
         def run(samples: int, shadow: Shadow = shadow, keepers: list[nn.Module] = keepers) -> Recording:
-            return record(shadow, example, samples, policy=policy, device=device_like, keepers=keepers, loss=loss)
+            return record(
+                shadow,
+                example,
+                samples,
+                policy=policy,
+                device=device_like,
+                keepers=keepers,
+                loss=loss,
+                buffer_bytes=buffer_bytes,
+            )
 
         recordings = [run(samples) for samples in (*FITTED, 1)]
         if recordings[0].recomputes and not interval:
