@@ -247,11 +247,10 @@ def _instants(
             continue
         repeats = min(moment.repeats, unit.shape.count)
         if moment.gradients is not None:
-            for more in (0, repeats - 1):
+            for more in dict.fromkeys((0, repeats - 1)):
                 come = share.of_made(moment.arrived + more * unit.local_gradients)
-                yield Instant(
-                    f"backward of {name}", base + come + local + parts.gathered + max(0, alive - growth * more)
-                )
+                left = greatest((0, alive - growth * more))
+                yield Instant(f"backward of {name}", base + come + local + parts.gathered + left)
             continue
         for done, left in ((1, alive), (repeats, alive - growth * (repeats - 1))):
             come = share.after(moment.unit, done, is_first=first_root)
@@ -267,7 +266,7 @@ def _local_at(moment: Moment, unit: HeldUnit, ranks: Ranks, widths: Widths, poin
     if moment.gradients is None:
         return local_gradients(unit, ranks, widths, point)
     is_sent = not ranks.alone and (ranks.optimizer_cut > 1 or widths.has_master)
-    return int(moment.gradients + (moment.sent if is_sent else 0))
+    return trunc(moment.gradients + (moment.sent if is_sent else 0))
 
 
 class _Coming:
@@ -293,7 +292,7 @@ class _Coming:
     def of_made(self, nbytes: float) -> int:
         """Of so many bytes that autograd made: what is on the device, as they are kept."""
         made = sum(unit.local_gradients * unit.shape.count for unit in self._units)
-        return int(nbytes / made * self._all * self._part) if made else 0
+        return trunc(nbytes / made * self._all * self._part) if made else 0
 
     def after(self, index: int, count: int, *, is_first: bool) -> int:
         return trunc(least((self._all, self._arrived + self._of(index, count, is_first))) * self._part)

@@ -22,14 +22,14 @@ from zerofold.plan.tracing.recording import (
 class Instant(NamedTuple):
     """While one kernel ran: bytes of activations, and of gradients of parameters as autograd made them."""
 
-    alive: float
-    gradients: float
+    alive: int
+    gradients: int
     """That wait for the others of their slab."""
-    sent: float
+    sent: int
     """That are complete and on their way to other ranks, where there are any."""
-    arrived: float
+    arrived: int
     """That are complete, for a rank alone."""
-    logits: float
+    logits: int
     """Of the activations: whose last dimension is the vocabulary's."""
 
     @property
@@ -60,8 +60,8 @@ def read(recording: Recording, vocabulary: int | None) -> list[Stretch]:
     """Goes through a log and adds up. Gradients of parameters are no activations from the moment they are made."""
     gradients = {event.storage: event.slab for event in recording.events if isinstance(event, BecameGradient)}
     sizes: dict[int, Made] = {}
-    alive = waiting = of_logits = 0.0
-    waits: dict[int, float] = {}
+    alive = waiting = of_logits = 0
+    waits: dict[int, int] = {}
     wire = _Wire()
     stretches: list[Stretch] = []
     for event in recording.events:
@@ -100,16 +100,16 @@ class _Wire:
 
     def __init__(self) -> None:
         self._chunks: deque[int] = deque(maxlen=_IN_FLIGHT)
-        self._sizes: dict[int, float] = {}
-        self.sent = 0.0  # in all
+        self._sizes: dict[int, int] = {}
+        self.sent = 0  # in all
 
-    def send(self, slab: int, nbytes: float, chunks: int) -> None:
+    def send(self, slab: int, nbytes: int, chunks: int) -> None:
         self.sent += nbytes
         self._sizes[slab] = nbytes
         self._chunks.extend([slab] * chunks)
 
     @property
-    def nbytes(self) -> float:
+    def nbytes(self) -> int:
         return sum(self._sizes[slab] for slab in set(self._chunks))
 
 
@@ -140,9 +140,9 @@ class Line(NamedTuple):
     """Activations that grow with the batch, and gradients beside them that do not."""
 
     alive: PerSample
-    gradients: float
-    sent: float
-    arrived: float
+    gradients: int
+    sent: int
+    arrived: int
     logits: PerSample
 
     def at(self, samples: float) -> float:
@@ -189,8 +189,7 @@ def fit(smaller: Sequence[Stretch], larger: Sequence[Stretch], samples: tuple[in
         return None
 
     def line(low: float, high: float) -> PerSample:
-        each = (high - low) / (samples[1] - samples[0])
-        return PerSample(low - each * samples[0], each)
+        return line_through(low, high, samples)
 
     fitted = []
     for low, high in zip(smaller, larger, strict=True):
@@ -206,9 +205,16 @@ def fit(smaller: Sequence[Stretch], larger: Sequence[Stretch], samples: tuple[in
         grown = _less(each.growth, before)
         before = each.growth
         sign = 1 if each.phase is Phase.FORWARD else -1
-        grown = PerSample(sign * grown.fixed + 0.0, sign * grown.each + 0.0)  # no -0.0
+        grown = PerSample(sign * grown.fixed, sign * grown.each)
         result.append(Fitted(each.phase, each.unit, each.lines, each.work, grown))
     return result
+
+
+def line_through(low: float, high: float, samples: tuple[int, int]) -> PerSample:
+    """Whole numbers where both are: the plan's page computes with them to the byte."""
+    each = (high - low) / (samples[1] - samples[0])
+    fixed = low - each * samples[0]
+    return PerSample(*(int(number) if number.is_integer() else number for number in (fixed, each)))
 
 
 def _key(stretch: Stretch) -> tuple[Phase, int, int]:
@@ -225,7 +231,7 @@ def logits_of(fitted: Sequence[Fitted], samples: int) -> PerSample:
 
 
 def _size(step: PerSample) -> PerSample:
-    return step if step.at(1) >= 0 else PerSample(0.0 - step.fixed, 0.0 - step.each)
+    return step if step.at(1) >= 0 else PerSample(-step.fixed, -step.each)
 
 
 def _highest_of_all(lines: list[Line]) -> tuple[Line, ...]:

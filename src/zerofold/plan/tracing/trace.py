@@ -10,8 +10,8 @@ from torch import nn
 
 from zerofold.entry import Entry
 from zerofold.nested import tensors_in
-from zerofold.plan.shape import Activity, ModelShape, Moment, PerSample, UnitShape
-from zerofold.plan.tracing.moments import Stretch, fit, logits_of, moments, read
+from zerofold.plan.shape import Activity, ModelShape, Moment, UnitShape
+from zerofold.plan.tracing.moments import Stretch, fit, line_through, logits_of, moments, read
 from zerofold.plan.tracing.recording import Recording
 from zerofold.plan.tracing.running import Loss, record
 from zerofold.plan.tracing.shadow import Shadow
@@ -56,7 +56,7 @@ def trace(
     [('', 1, 0), ('0', 3, 4160)]
     >>> peak = max(shape.activities[0].moments, key=lambda moment: moment.alive.at(10))
     >>> peak.phase.value, peak.alive.each
-    ('backward', 12288.0)
+    ('backward', 12288)
     """
     if device_like not in ("cuda", "cpu"):
         raise ValueError(f"device_like={device_like!r} is not known; choose cuda or cpu")
@@ -124,7 +124,7 @@ def _activity(
     return Activity(
         checkpoint_every=interval,
         moments=result,
-        checkpoints=_line(low, high),
+        checkpoints=line_through(low, high, FITTED),
         logits=logits_of(fitted, FITTED[1]),
     )
 
@@ -137,11 +137,6 @@ def _check_single(single: Sequence[Stretch], fitted: Sequence[Moment], interval:
             f"checkpoint_every={interval}: one sample alone takes {found / expected - 1:+.1%} of what the line through "
             f"batches of {FITTED[0]} and {FITTED[1]} says"
         )
-
-
-def _line(low: float, high: float) -> PerSample:
-    each = (high - low) / (FITTED[1] - FITTED[0])
-    return PerSample(low - each * FITTED[0], each)
 
 
 def _unit_shapes(shadow: Shadow) -> tuple[list[UnitShape], list[int]]:
