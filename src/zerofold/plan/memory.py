@@ -133,7 +133,7 @@ def memory(
         gradients=states[GRADIENTS],
         gradients_stay=not ranks.alone or point.accumulate > 1,
         gathered=gathered,
-        fixed=buffers + workspaces,
+        fixed=buffers + workspaces + model.buffers,
         ring=ring,
     )
     init = _init_peak(units, ranks, widths, point, model, parts)
@@ -206,6 +206,7 @@ def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:
                 alive=_positive(_times(alive, 1 / tensor)),
                 growth=_times(moment.growth, 1 / tensor),
                 repeats=repeats,
+                gradients=None,  # those of a whole model were followed
             )
         )
     share = -(-(model.layers or stages) // stages) * on_way / (model.layers or stages)
@@ -240,11 +241,17 @@ def _instants(
             gradients = parts.gradients if parts.gradients_stay else 0
             yield Instant(f"forward of {name}", base + gradients + parts.gathered + alive)
             continue
-        local = local_gradients(unit, ranks, widths, point)
+        local = _local_at(moment, unit, ranks, widths, point)
         if parts.gradients_stay:
             yield Instant(f"backward of {name}", base + parts.gradients + local + parts.gathered + alive)
             continue
         repeats = min(moment.repeats, unit.shape.count)
+        if moment.gradients is not None:
+            for more in dict.fromkeys((0, repeats - 1)):
+                come = share.of_made(moment.arrived + more * unit.local_gradients)
+                left = greatest((0, alive - growth * more))
+                yield Instant(f"backward of {name}", base + come + local + parts.gathered + left)
+            continue
         for done, left in ((1, alive), (repeats, alive - growth * (repeats - 1))):
             come = share.after(moment.unit, done, is_first=first_root)
             yield Instant(f"backward of {name}", base + come + local + parts.gathered + greatest((0, left)))
@@ -252,6 +259,14 @@ def _instants(
         if unit.shape.name == ROOT:
             first_root = False
     yield Instant("step", base + parts.gradients + parts.ring)
+
+
+def _local_at(moment: Moment, unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point) -> int:
+    """Gradients as autograd makes them, beside those that stay. A trace has followed them; else it may be a unit's."""
+    if moment.gradients is None:
+        return local_gradients(unit, ranks, widths, point)
+    is_sent = not ranks.alone and (ranks.optimizer_cut > 1 or widths.has_master)
+    return trunc(moment.gradients + (moment.sent if is_sent else 0))
 
 
 class _Coming:
@@ -273,6 +288,11 @@ class _Coming:
         numel = sum(slab.numel for slab in unit.slabs if slab.is_trained)
         late = last / numel if numel else 0.0
         return unit.states.gradients * ((1 - late) if is_first else late)
+
+    def of_made(self, nbytes: float) -> int:
+        """Of so many bytes that autograd made: what is on the device, as they are kept."""
+        made = sum(unit.local_gradients * unit.shape.count for unit in self._units)
+        return trunc(nbytes / made * self._all * self._part) if made else 0
 
     def after(self, index: int, count: int, *, is_first: bool) -> int:
         return trunc(least((self._all, self._arrived + self._of(index, count, is_first))) * self._part)
