@@ -20,6 +20,7 @@ def build_app() -> typer.Typer:
     from zerofold.bench.memory import bench_memory_command
     from zerofold.bench.mixed import bench_mixed_command
     from zerofold.bench.offload import bench_offload_command
+    from zerofold.bench.plan import bench_plan_command
     from zerofold.bench.precision import bench_precision_command
     from zerofold.bench.save import bench_save_command
     from zerofold.bench.step import bench_step_command
@@ -53,6 +54,7 @@ def build_app() -> typer.Typer:
     bench_app.command("io")(bench_io_command)
     bench_app.command("memory")(bench_memory_command)
     bench_app.command("offload")(bench_offload_command)
+    bench_app.command("plan")(bench_plan_command)
     bench_app.command("precision")(bench_precision_command)
     app.add_typer(bench_app, name="bench")
     app.add_typer(checkpoint_app(), name="checkpoint")

@@ -169,21 +169,15 @@ def fused_buffers(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point
     return IN_FLIGHT * (2 * (over - 1) if on_cpu else over + 1) * width * widths.wire
 
 
-def local_gradients(
-    unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point, *, made_at_most: float | None = None
-) -> int:
-    """Of a unit in backward: what autograd makes, until it is reduced; one or two earlier ones may be on the wire.
-
-    `made_at_most`: what of its own is there when its activations are at their most; by default all of it.
-    """
+def local_gradients(unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point) -> int:
+    """Of a unit in backward: what autograd makes, until it is reduced; one or two earlier ones may be on the wire."""
+    made = unit.largest_local_gradient if unit.shape.name == ROOT else unit.local_gradients
     if ranks.alone and not point.auto and point.tiers.gradients is Tier.DEVICE:
         return 0  # they are the gradients that stay
-    whole = unit.largest_local_gradient if unit.shape.name == ROOT else unit.local_gradients
-    now = whole if made_at_most is None else least((whole, math.trunc(made_at_most)))
     if ranks.optimizer_cut == 1 and not widths.has_master:
-        return now  # copied into the flat gradient at once
-    in_chunks = whole // widths.compute * widths.wire > point.buffer_bytes
-    return now + whole * (1 if in_chunks else IN_FLIGHT)
+        return made  # copied into the flat gradient at once
+    in_chunks = made // widths.compute * widths.wire > point.buffer_bytes
+    return made * (2 if in_chunks else 1 + IN_FLIGHT)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ and     activations so far             activations left, local           the upd
 
 The peak is the largest column, over all units. Gradients of a rank alone are what autograd made: they come one unit
 after the other while activations go.
-
 """
 
 from __future__ import annotations
@@ -219,6 +218,7 @@ def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:
                 alive=_positive(_times(alive, 1 / tensor)),
                 growth=_times(moment.growth, 1 / tensor),
                 repeats=repeats,
+                gradients=None,  # those of a whole model were followed
             )
         )
     share = -(-(model.layers or stages) // stages) * on_way / (model.layers or stages)
@@ -253,22 +253,32 @@ def _instants(
             gradients = parts.gradients if parts.gradients_stay else 0
             yield Instant(f"forward of {name}", base + gradients + parts.gathered + alive)
             continue
-        local = local_gradients(unit, ranks, widths, point, made_at_most=moment.gradients)
+        local = _local_at(moment, unit, ranks, widths, point)
         if parts.gradients_stay:
             yield Instant(f"backward of {name}", base + parts.gradients + local + parts.gathered + alive)
             continue
         repeats = min(moment.repeats, unit.shape.count)
-        now = unit.states.gradients if moment.gradients is None else moment.gradients
-        for done in (0, repeats - 1):  # of the equal units before this one
-            come = share.after(moment.unit, done, is_first=first_root) + trunc(now * share.part)
-            left = greatest((0, alive - growth * done))
-            yield Instant(f"backward of {name}", base + least((come, parts.gradients)) + local + parts.gathered + left)
-        come, left = share.after(moment.unit, repeats, is_first=first_root), greatest((0, alive - growth * repeats))
-        yield Instant(f"end of backward of {name}", base + come + local + parts.gathered + left)
+        if moment.gradients is not None:
+            for more in dict.fromkeys((0, repeats - 1)):
+                come = share.of_made(moment.arrived + more * unit.local_gradients)
+                left = greatest((0, alive - growth * more))
+                yield Instant(f"backward of {name}", base + come + local + parts.gathered + left)
+            continue
+        for done, left in ((1, alive), (repeats, alive - growth * (repeats - 1))):
+            come = share.after(moment.unit, done, is_first=first_root)
+            yield Instant(f"backward of {name}", base + come + local + parts.gathered + greatest((0, left)))
         share.arrive(moment.unit, repeats, is_first=first_root)
         if unit.shape.name == ROOT:
             first_root = False
     yield Instant("step", base + parts.gradients + parts.ring)
+
+
+def _local_at(moment: Moment, unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point) -> int:
+    """Gradients as autograd makes them, beside those that stay. A trace has followed them; else it may be a unit's."""
+    if moment.gradients is None:
+        return local_gradients(unit, ranks, widths, point)
+    is_sent = not ranks.alone and (ranks.optimizer_cut > 1 or widths.has_master)
+    return trunc(moment.gradients + (moment.sent if is_sent else 0))
 
 
 class _Coming:
@@ -277,7 +287,7 @@ class _Coming:
     def __init__(self, units: Sequence[HeldUnit], total: int) -> None:
         self._units = units
         self._all = sum(unit.states.gradients * unit.shape.count for unit in units)
-        self.part = total / self._all if self._all else 0.0
+        self._part = total / self._all if self._all else 0.0
         self._arrived = 0.0
 
     def _of(self, index: int, count: int, is_first: bool) -> float:
@@ -288,13 +298,16 @@ class _Coming:
         large = [slab for slab in unit.slabs if slab.is_trained and slab.tensors == 1]
         last = greatest(slab.numel for slab in large) if len(large) > 1 else 0
         numel = sum(slab.numel for slab in unit.slabs if slab.is_trained)
-        if not count:
-            return 0.0
         late = last / numel if numel else 0.0
         return unit.states.gradients * ((1 - late) if is_first else late)
 
+    def of_made(self, nbytes: float) -> int:
+        """Of so many bytes that autograd made: what is on the device, as they are kept."""
+        made = sum(unit.local_gradients * unit.shape.count for unit in self._units)
+        return trunc(nbytes / made * self._all * self._part) if made else 0
+
     def after(self, index: int, count: int, *, is_first: bool) -> int:
-        return trunc(least((self._all, self._arrived + self._of(index, count, is_first))) * self.part)
+        return trunc(least((self._all, self._arrived + self._of(index, count, is_first))) * self._part)
 
     def arrive(self, index: int, count: int, *, is_first: bool) -> None:
         self._arrived = least((self._all, self._arrived + self._of(index, count, is_first)))

@@ -85,7 +85,10 @@ class Moment:
     """Bytes of parameters' gradients beside `alive`: as autograd makes them, until their slab has all of its own. Of a
     traced model, at the instant when all is most; None where nobody looked: a whole unit's may be there then."""
     sent: float = 0
-    """And of slabs before it that are still on their way to other ranks, where there are any: see `zerofold.reduce`."""
+    """And of complete slabs that are still on their way to other ranks, where there are any: see `zerofold.reduce`."""
+    arrived: float = 0
+    """And of all slabs that are complete, for a rank alone, which keeps them so. Each of `repeats` finds its unit's
+    gradients more than the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,12 +22,14 @@ from zerofold.plan.tracing.recording import (
 class Instant(NamedTuple):
     """While one kernel ran: bytes of activations, and of gradients of parameters as autograd made them."""
 
-    alive: float
-    gradients: float
+    alive: int
+    gradients: int
     """That wait for the others of their slab."""
-    sent: float
-    """That are on their way to other ranks, where there are any."""
-    logits: float
+    sent: int
+    """That are complete and on their way to other ranks, where there are any."""
+    arrived: int
+    """That are complete, for a rank alone."""
+    logits: int
     """Of the activations: whose last dimension is the vocabulary's."""
 
     @property
@@ -58,8 +60,8 @@ def read(recording: Recording, vocabulary: int | None) -> list[Stretch]:
     """Goes through a log and adds up. Gradients of parameters are no activations from the moment they are made."""
     gradients = {event.storage: event.slab for event in recording.events if isinstance(event, BecameGradient)}
     sizes: dict[int, Made] = {}
-    alive = waiting = of_logits = 0.0
-    waits: dict[int, float] = {}
+    alive = waiting = of_logits = 0
+    waits: dict[int, int] = {}
     wire = _Wire()
     stretches: list[Stretch] = []
     for event in recording.events:
@@ -86,7 +88,7 @@ def read(recording: Recording, vocabulary: int | None) -> list[Stretch]:
                     stretches.append(Stretch(phase, unit))
             case Kernel(scratch, flops, moved, is_kernel):
                 now = stretches[-1]
-                now.instants.append(Instant(alive + scratch, waiting, wire.nbytes, of_logits))
+                now.instants.append(Instant(alive + scratch, waiting, wire.nbytes, wire.sent, of_logits))
                 now.flops, now.moved, now.kernels = now.flops + flops, now.moved + moved, now.kernels + is_kernel
         stretches[-1].left = alive
     return _merged([stretch for stretch in stretches if stretch.instants])
@@ -98,14 +100,16 @@ class _Wire:
 
     def __init__(self) -> None:
         self._chunks: deque[int] = deque(maxlen=_IN_FLIGHT)
-        self._sizes: dict[int, float] = {}
+        self._sizes: dict[int, int] = {}
+        self.sent = 0  # in all
 
-    def send(self, slab: int, nbytes: float, chunks: int) -> None:
+    def send(self, slab: int, nbytes: int, chunks: int) -> None:
+        self.sent += nbytes
         self._sizes[slab] = nbytes
         self._chunks.extend([slab] * chunks)
 
     @property
-    def nbytes(self) -> float:
+    def nbytes(self) -> int:
         return sum(self._sizes[slab] for slab in set(self._chunks))
 
 
@@ -136,12 +140,18 @@ class Line(NamedTuple):
     """Activations that grow with the batch, and gradients beside them that do not."""
 
     alive: PerSample
-    gradients: float
-    sent: float
+    gradients: int
+    sent: int
+    arrived: int
     logits: PerSample
 
     def at(self, samples: float) -> float:
+        """In all, on one of several ranks."""
         return self.alive.at(samples) + self.gradients + self.sent
+
+    def at_alone(self, samples: float) -> float:
+        """In all, on a rank alone."""
+        return self.alive.at(samples) + self.gradients + self.arrived
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,10 @@ class Fitted:
             and abs(self.unit - other.unit) == 1
             and self.work == other.work
             and len(self.lines) == len(other.lines)
-            and all(mine[1:3] == its[1:3] for mine, its in zip(self.lines, other.lines, strict=True))
+            and all(
+                (mine.gradients, mine.sent) == (its.gradients, its.sent)
+                for mine, its in zip(self.lines, other.lines, strict=True)
+            )
         )
 
     def steps_from(self, other: Fitted) -> tuple[PerSample, ...]:
@@ -176,26 +189,32 @@ def fit(smaller: Sequence[Stretch], larger: Sequence[Stretch], samples: tuple[in
         return None
 
     def line(low: float, high: float) -> PerSample:
-        each = (high - low) / (samples[1] - samples[0])
-        return PerSample(low - each * samples[0], each)
+        return line_through(low, high, samples)
 
     fitted = []
     for low, high in zip(smaller, larger, strict=True):
         lines = [
-            Line(line(a.alive, b.alive), a.gradients, a.sent, line(a.logits, b.logits))
+            Line(line(a.alive, b.alive), a.gradients, a.sent, a.arrived, line(a.logits, b.logits))
             for a, b in zip(low.instants, high.instants, strict=True)
         ]
         work = Work(line(low.flops, high.flops), line(low.moved, high.moved), low.kernels)
-        fitted.append(Fitted(low.phase, low.unit, tuple(_highest(lines)), work, line(low.left, high.left)))
+        fitted.append(Fitted(low.phase, low.unit, _highest_of_all(lines), work, line(low.left, high.left)))
     before = PerSample()
     result = []
     for each in fitted:
         grown = _less(each.growth, before)
         before = each.growth
         sign = 1 if each.phase is Phase.FORWARD else -1
-        grown = PerSample(sign * grown.fixed + 0.0, sign * grown.each + 0.0)  # no -0.0
+        grown = PerSample(sign * grown.fixed, sign * grown.each)
         result.append(Fitted(each.phase, each.unit, each.lines, each.work, grown))
     return result
+
+
+def line_through(low: float, high: float, samples: tuple[int, int]) -> PerSample:
+    """Whole numbers where both are: the plan's page computes with them to the byte."""
+    each = (high - low) / (samples[1] - samples[0])
+    fixed = low - each * samples[0]
+    return PerSample(*(int(number) if number.is_integer() else number for number in (fixed, each)))
 
 
 def _key(stretch: Stretch) -> tuple[Phase, int, int]:
@@ -212,13 +231,17 @@ def logits_of(fitted: Sequence[Fitted], samples: int) -> PerSample:
 
 
 def _size(step: PerSample) -> PerSample:
-    return step if step.at(1) >= 0 else PerSample(0.0 - step.fixed, 0.0 - step.each)
+    return step if step.at(1) >= 0 else PerSample(-step.fixed, -step.each)
 
 
-def _highest(lines: list[Line]) -> list[Line]:
+def _highest_of_all(lines: list[Line]) -> tuple[Line, ...]:
+    """For several ranks, and what a rank alone has besides."""
+    return tuple(dict.fromkeys([*_highest(lines, Line.at), *_highest(lines, Line.at_alone)]))
+
+
+def _highest(lines: list[Line], at: Callable[[Line, float], float]) -> list[Line]:
     """The lines that are the highest at some batch of at least one sample, by rising slope."""
-
-    current = max(lines, key=lambda line: (line.at(1), line.alive.each))
+    current = max(lines, key=lambda line: (at(line, 1), line.alive.each))
     chosen, samples = [current], 1.0
     while True:
         steeper = [line for line in lines if line.alive.each > current.alive.each]
@@ -226,7 +249,7 @@ def _highest(lines: list[Line]) -> list[Line]:
             return chosen
 
         def meets(line: Line, current: Line = current) -> float:
-            return (current.at(0) - line.at(0)) / (line.alive.each - current.alive.each)
+            return (at(current, 0) - at(line, 0)) / (line.alive.each - current.alive.each)
 
         current = min(steeper, key=lambda line: (meets(line), -line.alive.each))
         samples = max(samples, meets(current))
@@ -266,6 +289,7 @@ def moments(fitted: Sequence[Fitted], groups: Sequence[int]) -> tuple[Moment, ..
                     alive=line.alive,
                     gradients=line.gradients,
                     sent=line.sent,
+                    arrived=line.arrived,
                     work=largest.work if number == 0 else Work(),
                     repeats=len(row),
                     growth=growth,

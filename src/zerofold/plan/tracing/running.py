@@ -27,7 +27,6 @@ from zerofold.plan.tracing.kernels import DeviceKernels
 from zerofold.plan.tracing.recording import BecameGradient, Entered, Recorder, Recording, SlabComplete
 from zerofold.plan.tracing.shadow import Shadow
 from zerofold.precision import Precision
-from zerofold.prepare import DEFAULT_BUFFER_BYTES
 from zerofold.schedule import in_backward
 
 Loss = Callable[[Any], Tensor]
@@ -43,6 +42,7 @@ def record(
     device: str,
     keepers: Sequence[nn.Module],
     loss: Loss | None,
+    buffer_bytes: int,
 ) -> Recording:
     """Runs `samples` samples like the example's through forward and backward."""
     recording = Recording(samples)
@@ -60,7 +60,12 @@ def record(
 
     handles = [keeper.register_forward_pre_hook(keep, with_kwargs=True) for keeper in keepers]
     try:
-        with _watching(shadow, recorder, recording), DeviceKernels(device), recorder, _readable(shadow.model):
+        with (
+            _watching(shadow, recorder, recording, buffer_bytes),
+            DeviceKernels(device),
+            recorder,
+            _readable(shadow.model),
+        ):
             args, kwargs = boundary.enter(args, kwargs)
             output = boundary.leave(shadow.model(*args, **kwargs), (), is_recomputed=False)
             start = _start_of_backward(output, loss, recording)
@@ -118,7 +123,7 @@ def _start_of_backward(output: Any, loss: Loss | None, recording: Recording) -> 
 
 
 @contextmanager
-def _watching(shadow: Shadow, recorder: Recorder, recording: Recording) -> Iterator[None]:
+def _watching(shadow: Shadow, recorder: Recorder, recording: Recording, buffer_bytes: int) -> Iterator[None]:
     """Logs which unit computes, and which storages are gradients of parameters."""
     running: list[int] = []
     handles: list[RemovableHandle] = []
@@ -171,7 +176,7 @@ def _watching(shadow: Shadow, recorder: Recorder, recording: Recording) -> Itera
     for number, slab in enumerate(shadow.slabs):
         waiting: set[Tensor] = {entry.parameter for entry in slab if entry.parameter.requires_grad}
         sent = sum(parameter.numel() for parameter in waiting) * dtypes_of(slab[0]).reduction.itemsize
-        hook = partial(arrived, number, -(-sent // DEFAULT_BUFFER_BYTES), waiting)
+        hook = partial(arrived, number, -(-sent // buffer_bytes), waiting)
         handles += [parameter.register_post_accumulate_grad_hook(hook) for parameter in [*waiting]]
     try:
         yield

@@ -10,12 +10,13 @@ from torch import nn
 
 from zerofold.entry import Entry
 from zerofold.nested import tensors_in
-from zerofold.plan.shape import Activity, ModelShape, Moment, PerSample, UnitShape
-from zerofold.plan.tracing.moments import Stretch, fit, logits_of, moments, read
+from zerofold.plan.shape import Activity, ModelShape, Moment, UnitShape
+from zerofold.plan.tracing.moments import Stretch, fit, line_through, logits_of, moments, read
 from zerofold.plan.tracing.recording import Recording
 from zerofold.plan.tracing.running import Loss, record
 from zerofold.plan.tracing.shadow import Shadow
 from zerofold.precision import Precision, policy_of
+from zerofold.prepare import DEFAULT_BUFFER_BYTES
 from zerofold.units import UnitChoice
 
 FITTED = (2, 3)
@@ -35,6 +36,7 @@ def trace(
     precision: str | Precision | None = "bf16",
     device_like: str = "cuda",
     loss: Loss | None = None,
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     name: str | None = None,
 ) -> ModelShape:
     """What a model's forward and backward take on a device, without one and without memory for the model.
@@ -42,8 +44,10 @@ def trace(
     The model may be anywhere, on the meta device too, and is left alone. `example` is what a call of it takes: a dict
     of keyword arguments, a tuple, or a tensor; their first dimension is the batch, of any size. `device_like` is
     "cuda" or "cpu": whose kernels and whose allocator. `loss` makes a number of what the model returns, where that
-    holds none. For each of `checkpoint_every` one `Activity` comes out: 0 keeps everything, k keeps every k-th block's
-    input. A model that checkpoints by itself is followed as it is, and has that one only, as interval 1.
+    holds none; `buffer_bytes` is what `zf.prepare` is given.
+
+    For each of `checkpoint_every` one `Activity` comes out: 0 keeps everything, k keeps every k-th block's input. A
+    model that checkpoints by itself is followed as it is, and has that one only, as interval 1.
 
     >>> import torch
     >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(3)))
@@ -52,7 +56,7 @@ def trace(
     [('', 1, 0), ('0', 3, 4160)]
     >>> peak = max(shape.activities[0].moments, key=lambda moment: moment.alive.at(10))
     >>> peak.phase.value, peak.alive.each
-    ('backward', 12288.0)
+    ('backward', 12288)
     """
     if device_like not in ("cuda", "cpu"):
         raise ValueError(f"device_like={device_like!r} is not known; choose cuda or cpu")
@@ -68,7 +72,16 @@ def trace(
         keepers = shadow.checkpoint_every(interval) if interval else []
 
         def run(samples: int, shadow: Shadow = shadow, keepers: list[nn.Module] = keepers) -> Recording:
-            return record(shadow, example, samples, policy=policy, device=device_like, keepers=keepers, loss=loss)
+            return record(
+                shadow,
+                example,
+                samples,
+                policy=policy,
+                device=device_like,
+                keepers=keepers,
+                loss=loss,
+                buffer_bytes=buffer_bytes,
+            )
 
         recordings = [run(samples) for samples in (*FITTED, 1)]
         if recordings[0].recomputes and not interval:
@@ -111,7 +124,7 @@ def _activity(
     return Activity(
         checkpoint_every=interval,
         moments=result,
-        checkpoints=_line(low, high),
+        checkpoints=line_through(low, high, FITTED),
         logits=logits_of(fitted, FITTED[1]),
     )
 
@@ -124,11 +137,6 @@ def _check_single(single: Sequence[Stretch], fitted: Sequence[Moment], interval:
             f"checkpoint_every={interval}: one sample alone takes {found / expected - 1:+.1%} of what the line through "
             f"batches of {FITTED[0]} and {FITTED[1]} says"
         )
-
-
-def _line(low: float, high: float) -> PerSample:
-    each = (high - low) / (FITTED[1] - FITTED[0])
-    return PerSample(low - each * FITTED[0], each)
 
 
 def _unit_shapes(shadow: Shadow) -> tuple[list[UnitShape], list[int]]:

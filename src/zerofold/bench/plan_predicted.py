@@ -1,0 +1,72 @@
+"""What `zerofold bench plan` expects of one run: the peak of the device and the seconds of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from zerofold.plan.held import fused_buffers, held_units, ranks_of, widths_of
+from zerofold.plan.machine import Machine
+from zerofold.plan.memory import memory
+from zerofold.plan.point import Point
+from zerofold.plan.presets import preset
+from zerofold.plan.shape import ModelShape
+from zerofold.plan.times import times
+from zerofold.prepare import DEFAULT_BUFFER_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One measured setting of a model."""
+
+    stage: int
+    world: int
+    batch: int
+    checkpointing: bool
+
+
+BUFFER_BYTES = {"cuda": DEFAULT_BUFFER_BYTES, "cpu": 2**18}
+"""Of fused communication. On both a block goes in several: what is on the wire is then the same for every model."""
+
+
+class Rates(NamedTuple):
+    """What a device reaches: flops and bytes a second, and seconds to start a kernel."""
+
+    flops: float
+    memory: float
+    kernel: float
+
+
+def machine_of(device: str, world: int, rates: Rates | None) -> Machine:
+    """The device that runs are measured on, as far as predictions need to know it."""
+    machine = preset("H200" if device == "cuda" else "cpu", devices=world)
+    if rates is None:
+        return machine
+    return replace(
+        machine, flops=rates.flops, flops_fp32=rates.flops, memory_rate=rates.memory, kernel_seconds=rates.kernel
+    )
+
+
+def point_of(run: Run, precision: str, device: str) -> Point:
+    return Point(
+        stage=str(run.stage),
+        micro_batch=run.batch,
+        checkpoint_every=int(run.checkpointing),
+        precision=precision,
+        buffer_bytes=BUFFER_BYTES[device],
+    )
+
+
+def peak_bytes(shape: ModelShape, run: Run, precision: str, device: str) -> int:
+    """By the same function that `zerofold plan` shows."""
+    machine, point = machine_of(device, run.world, None), point_of(run, precision, device)
+    ranks, widths = ranks_of(machine, point), widths_of(precision)
+    units = held_units(shape, ranks, widths, point)
+    # The plan takes ranks on the CPU to speak by gloo. The fake group reduces as a GPU's would, on the CPU too.
+    as_planned = fused_buffers(units, ranks, widths, point, on_cpu=machine.kind == "cpu")
+    as_it_is = fused_buffers(units, ranks, widths, point, on_cpu=False)
+    return memory(shape, machine, point).device_peak - as_planned + as_it_is
+
+
+def step_seconds(shape: ModelShape, run: Run, precision: str, device: str, rates: Rates) -> float:
+    return times(shape, machine_of(device, run.world, rates), point_of(run, precision, device)).step
