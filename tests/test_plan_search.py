@@ -103,7 +103,7 @@ def test_the_choice_is_that_of_trying_every_point(first: int) -> None:
         assert found.tried + found.pruned == sum(1 for _ in space.points())
         if found.best is not None:
             chosen.add((found.best.point.stage, found.best.point.auto, found.best.point.tiers))
-    assert len(chosen) >= 8  # the machines differ enough to ask for different answers
+    assert len(chosen) >= 5  # the machines differ enough to ask for different answers
     assert nothing < 25
 
 

@@ -141,9 +141,9 @@ def _fraction(name: str, value: object) -> float:
     return float(value)
 
 
-def _nbytes(name: str, value: object) -> int:
+def parse_bytes(name: str, value: object) -> int:
     """
-    >>> _nbytes("offload['reserve']", "1.5 GiB"), _nbytes("offload['reserve']", "500MB")
+    >>> parse_bytes("offload['reserve']", "1.5 GiB"), parse_bytes("offload['reserve']", "500MB")
     (1610612736, 500000000)
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -155,7 +155,7 @@ def _nbytes(name: str, value: object) -> int:
 
 
 def _limit(name: str, value: object) -> int:
-    found = _nbytes(name, value)
+    found = parse_bytes(name, value)
     if found == 0:
         raise ValueError(f"{name}={value!r} allows nothing; give more than 0, or leave it out for no limit")
     return found
@@ -187,7 +187,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "device_limit": _limit,
     "host_limit": _limit,
     "disk_limit": _limit,
-    "reserve": _nbytes,
+    "reserve": parse_bytes,
     "sums": _flag,
     "checksums": _flag,
     "threads": _threads,
