@@ -148,7 +148,7 @@ def make_rows(task: Task, by_rank: Sequence[RankTimes], world: int) -> list[Comm
 
 def print_table(console: Console, rows: Sequence[CommRow], title: str) -> None:
     """In 80 columns; torch's bandwidths are in the JSON."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("\ncollective", no_wrap=True)
     for heading in ("\nsize", "\nµs", "torch\nµs", "alg\nGB/s", "bus\nGB/s", "over\ntorch", "\nmin-max"):
         table.add_column(heading, justify="right", no_wrap=True)
