@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.plan_models import H200, gpt, simple_memory
+from tests.plan_models import H200, gpt
 
 from zerofold.plan.larger import FACTORS, deeper, largest, next_larger, some_point
 from zerofold.plan.machine import GB, GIB, Machine
+from zerofold.plan.memory import memory
 from zerofold.plan.predict import lacks
 from zerofold.plan.search import search
 from zerofold.plan.shape import ModelShape
@@ -22,18 +23,18 @@ def model_of(layers: int) -> ModelShape:
 
 
 def fits(model: ModelShape, machine: Machine) -> bool:
-    return some_point(Space(model=model, machine=machine), simple_memory) is not None
+    return some_point(Space(model=model, machine=machine)) is not None
 
 
 def changes(layers: int, machine: Machine) -> dict[str, int]:
     model = model_of(layers)
-    result = search(model, machine, memory_of=simple_memory)
-    found = next_larger(model, machine, result, memory_of=simple_memory)
+    result = search(model, machine)
+    found = next_larger(model, machine, result)
     assert found.model.layers == 2 * layers
     for change in found.changes:
         if change.name != "nothing":
             richer = replace(machine, **{change.name: change.needed})
-            assert not lacks(simple_memory(found.model, richer, change.point), richer)
+            assert not lacks(memory(found.model, richer, change.point), richer)
             half = replace(machine, **{change.name: change.needed // 2})
             assert change.needed // 2 <= change.now or not fits(found.model, half)
     return {change.name: change.needed for change in found.changes}
@@ -51,18 +52,16 @@ def test_each_change_is_the_least_of_its_kind() -> None:
 
 def test_the_sentence_names_numbers() -> None:
     model = model_of(150)
-    said = next_larger(model, NODE, search(model, NODE, memory_of=simple_memory), memory_of=simple_memory).sentence
+    said = next_larger(model, NODE, search(model, NODE)).sentence
     assert said.startswith("Twice the blocks (60.7e9 parameters) would fit with 16 devices instead of 8, or ")
     assert "GiB of host memory in a node instead of 200" in said
-    none = next_larger(
-        model_of(60_000), NODE, search(model, NODE, memory_of=simple_memory), memory_of=simple_memory
-    ).sentence
+    none = next_larger(model_of(60_000), NODE, search(model, NODE)).sentence
     assert none.endswith("would not fit with 64 times as much of any one thing.")
 
 
 def test_the_largest_fits_and_one_block_more_does_not() -> None:
     for machine in (NODE, replace(NODE, devices=64), replace(NODE, disk=4000 * GB)):
-        found = largest(machine, model_of, memory_of=simple_memory)
+        found = largest(machine, model_of)
         assert found is not None
         assert found.layers is not None
         assert fits(found, machine)
@@ -71,7 +70,7 @@ def test_the_largest_fits_and_one_block_more_does_not() -> None:
 
 def test_more_of_anything_lets_a_larger_one_in() -> None:
     def parameters(machine: Machine) -> int:
-        found = largest(machine, model_of, memory_of=simple_memory)
+        found = largest(machine, model_of)
         return 0 if found is None else found.parameters
 
     base = parameters(NODE)

@@ -7,14 +7,15 @@ import time
 from dataclasses import replace
 
 import pytest
-from tests.plan_models import H200, gpt, simple_memory
+from tests.plan_models import H200, gpt
 
 from zerofold.placement import row
 from zerofold.plan.ground import ground_of
 from zerofold.plan.machine import GB, GIB, Link, Machine
+from zerofold.plan.memory import memory
 from zerofold.plan.point import Prediction
-from zerofold.plan.predict import predict
-from zerofold.plan.search import Search, SearchResult, search, states_fit
+from zerofold.plan.predict import lacks, predict
+from zerofold.plan.search import AWAY, Search, SearchResult, search, states_fit, weighed
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
 from zerofold.plan.space import Space
 from zerofold.plan.times import times
@@ -23,22 +24,20 @@ CLUSTER = replace(H200, name="cluster", devices=1024, device_memory=80 * GIB, ho
 
 
 def by_trying_all(space: Space) -> list[Prediction]:
-    """Every point that fits, the fastest first; of equal ones the first in the space."""
+    """Every point that fits, the fastest first; of equal ones the first in the space. "auto" that leaves everything on
+    the device is no point of its own."""
     found = []
     for point in space.points():
-        memory = simple_memory(space.model, space.machine, point)
-        prediction = predict(space.model, space.machine, point, memory=memory)
-        if prediction.fits:
+        prediction = predict(space.model, space.machine, point)
+        held = prediction.memory
+        is_away = any(held.host.values()) or any(held.disk.values())
+        if prediction.fits and (is_away or not point.auto):
             found.append(prediction)
-    return sorted(found, key=seconds_of_a_sample)  # stable
-
-
-def seconds_of_a_sample(prediction: Prediction) -> float:
-    return 1 / prediction.samples_per_second
+    return sorted(found, key=lambda each: weighed(1 / each.samples_per_second, each.point))  # stable
 
 
 def searched(space: Space, wanted: int = 3) -> SearchResult:
-    return Search(space, simple_memory).run(wanted)
+    return Search(space).run(wanted)
 
 
 def random_space(seed: int) -> Space:
@@ -53,11 +52,11 @@ def random_space(seed: int) -> Space:
         heads=chance.choice([1, 2, 4]),
         vocab=chance.choice([64, 1000, 20_000]),
         tokens=chance.choice([16, 128, 512]),
-        intervals=chance.choice([(0,), (0, 1), (1, 2)]),
+        intervals=chance.choice([(0,), (0, 1), (1,)]),
     )
     if chance.random() < 0.15:
         model = replace(model, activities=(), hidden=None)
-    states = 16 * model.parameters
+    states = 16 * model.parameters + 2**28  # workspaces and buffers are there in the smallest model too
 
     def rate() -> Link:
         return Link(rate=10 ** chance.uniform(7, 12), latency=10 ** chance.uniform(-7, -3))
@@ -119,14 +118,14 @@ def test_seventy_billion_on_1024_devices() -> None:
     assert time.perf_counter() - start < 5
     assert found.best is not None
     assert found.best.fits
-    assert found.best.samples_per_second >= max(each.samples_per_second for each in found.runners_up)
+    assert found.best.samples_per_second * AWAY >= max(each.samples_per_second for each in found.runners_up)
 
 
 @pytest.mark.thorough
 def test_the_choice_for_seventy_billion_is_that_of_trying_every_point() -> None:
     model = gpt(layers=80, hidden=8192, heads=64, tokens=4096, intervals=(0, 1, 2, 4))
-    for memory in (80 * GIB, 24 * GIB):
-        space = Space(model=model, machine=replace(CLUSTER, device_memory=memory), global_samples=2048)
+    for room in (80 * GIB, 24 * GIB):
+        space = Space(model=model, machine=replace(CLUSTER, device_memory=room), global_samples=2048)
         everything = by_trying_all(space)
         found = searched(space)
         assert [found.best, *found.runners_up] == everything[:3]
@@ -138,7 +137,7 @@ def test_a_quadrillion_parameters_on_a_hundred_thousand_devices() -> None:
     assert model.parameters > 1e15
     machine = replace(H200, devices=100_000, host_memory=2000 * GIB, disk=60_000 * GB)
     start = time.perf_counter()
-    found = search(model, machine, global_samples=100_000, memory_of=simple_memory)
+    found = search(model, machine, global_samples=100_000)
     assert time.perf_counter() - start < 5
     assert found.best is not None
     assert found.best.point.tensor * found.best.point.pipeline > 1  # a block alone has 0.4e12 bytes
@@ -149,10 +148,10 @@ def test_a_quadrillion_known_by_its_count_alone() -> None:
     units = (UnitShape(name=ROOT, trained=10**9), UnitShape(name="block", trained=10**9, count=10**6))
     model = ModelShape(name="count", units=units, tokens=2048)
     machine = replace(H200, devices=100_000, host_memory=2000 * GIB, disk=60_000 * GB)
-    found = search(model, machine, global_samples=100_000, memory_of=simple_memory)
+    found = search(model, machine, global_samples=100_000)
     assert found.best is not None
     assert found.best.point.auto or found.best.point.tiers.is_offloaded
-    smaller = search(model, replace(machine, host_memory=0, disk=0), global_samples=100_000, memory_of=simple_memory)
+    smaller = search(model, replace(machine, host_memory=0, disk=0), global_samples=100_000)
     assert smaller.best is None
 
 
@@ -165,12 +164,12 @@ def test_bounds_are_below_what_they_bound() -> None:
         for group in space.groups():
             ground = ground_of(space.model, space.machine, group)
             for point in space.members(group):
-                memory = simple_memory(space.model, space.machine, point)
-                taken = times(space.model, space.machine, point, memory, ground=ground)
+                held = memory(space.model, space.machine, point)
+                taken = times(space.model, space.machine, point, held, ground=ground)
                 assert taken.step >= ground.floor.seconds * (1 - 1e-9)
                 if not states_fit(ground, row(point.stage), point, space.machine):
                     refused += 1
-                    assert not predict(space.model, space.machine, point, memory=memory).fits
+                    assert lacks(held, space.machine)
     assert refused > 1000
 
 

@@ -23,6 +23,8 @@ UPDATE_RING = 17 * 2**26
 """Bytes of the device: four chunks of 2**24 parameters on their way through it, where their states live elsewhere."""
 STEP_BYTES = 4
 """Of the number of steps that an optimizer keeps for each parameter."""
+MOST_PLACED = 64
+"""Bundles of equal units that are placed one by one."""
 IN_FLIGHT = 2
 """Chunks of gradients on the wire at once, as in `zerofold.reduce`."""
 
@@ -219,9 +221,15 @@ def by_tier(
 def _auto(
     units: Sequence[HeldUnit], ranks: Ranks, machine: Machine, taken: int, activations: int
 ) -> dict[int, dict[Tiers, int]]:
-    """How many of each unit go where, by the rule that the engine uses; all to the host, where nothing fits."""
-    named = [(f"{index}.{number}", index) for index, unit in enumerate(units) for number in range(unit.shape.count)]
-    sizes = [replace(units[index].size, name=name) for name, index in named]
+    """How many of each unit go where, by the rule that the engine uses; all to the host, where nothing fits. Of very
+    many equal units some are placed together, which costs little in a model of so many."""
+    bundles = {
+        f"{index}.{first}": (index, min(first + step, unit.shape.count) - first)
+        for index, unit in enumerate(units)
+        for step in [-(-unit.shape.count // MOST_PLACED) if unit.shape.count > 2 * MOST_PLACED else 1]
+        for first in range(0, unit.shape.count, step)
+    }
+    sizes = [_together(replace(units[index].size, name=name), times) for name, (index, times) in bundles.items()]
     on_cpu = machine.kind == "cpu"
     budget = Budget(
         machine.device_memory,
@@ -236,9 +244,14 @@ def _auto(
         tiers = place(sizes, wish, budget, extra_device=taken).tiers
     except OffloadError:
         all_away = Tiers(Tier.HOST, Tier.HOST, Tier.DEVICE if whole else Tier.HOST)
-        tiers = dict.fromkeys((name for name, _ in named), all_away)
+        tiers = dict.fromkeys(bundles, all_away)
     found: dict[int, dict[Tiers, int]] = {}
-    for name, index in named:
-        times = found.setdefault(index, {})
-        times[tiers[name]] = times.get(tiers[name], 0) + 1
+    for name, (index, times) in bundles.items():
+        counts = found.setdefault(index, {})
+        counts[tiers[name]] = counts.get(tiers[name], 0) + times
     return found
+
+
+def _together(size: UnitSize, times: int) -> UnitSize:
+    whole = times * size.gathered_bytes
+    return replace(size, trained=times * size.trained, frozen=times * size.frozen, gathered_bytes=whole)
