@@ -127,11 +127,10 @@ def some_point(space: Space) -> Point | None:
             elif not lacks(memory(space.model, space.machine, point), space.machine):
                 return point
     # To place units one by one takes longer, so it is tried last, and only where there is the most room for it.
-    rooms = [(room_for_auto(space.model, space.machine, point) or 0.0, point) for point in mixed]
-    room, roomiest = max(rooms, key=lambda pair: pair[0], default=(-1.0, None))
-    if roomiest is None or room < 0 or held_by_auto(space.model, space.machine, roomiest) is None:
-        return None
-    return roomiest
+    rooms = [room_for_auto(space.model, space.machine, point) for point in mixed]
+    some = [(room.left, point) for room, point in zip(rooms, mixed, strict=True) if room is not None]
+    left, roomiest = max(some, key=lambda pair: pair[0], default=(-1.0, Point()))
+    return roomiest if left >= 0 and held_by_auto(space.model, space.machine, roomiest) is not None else None
 
 
 def deeper(model: ModelShape, times: int) -> ModelShape:
@@ -158,16 +157,14 @@ def _deeper(activity: Activity, model: ModelShape, times: int) -> Activity:
         if moment.phase is Phase.FORWARD and model.units[moment.unit].name != ROOT:
             left += PerSample(moment.growth.fixed * moment.repeats, moment.growth.each * moment.repeats)
     more = PerSample(left.fixed * (times - 1), left.each * (times - 1))
-    moments = tuple(
-        replace(
-            moment,
-            alive=moment.alive + more,
-            repeats=moment.repeats if model.units[moment.unit].name == ROOT else times * moment.repeats,
-        )
-        for moment in activity.moments
-    )
+    blocks = [number for number, moment in enumerate(activity.moments) if model.units[moment.unit].name != ROOT]
+    moments = list(activity.moments)
+    for number in range(blocks[0], blocks[-1] + 1) if blocks else ():  # before and after, nothing of a block is kept
+        moment = moments[number]
+        repeats = moment.repeats if model.units[moment.unit].name == ROOT else times * moment.repeats
+        moments[number] = replace(moment, alive=moment.alive + more, repeats=repeats)
     kept = activity.checkpoints
-    return replace(activity, moments=moments, checkpoints=PerSample(kept.fixed * times, kept.each * times))
+    return replace(activity, moments=tuple(moments), checkpoints=PerSample(kept.fixed * times, kept.each * times))
 
 
 def _in_words(point: Point) -> str:

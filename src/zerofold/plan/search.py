@@ -4,7 +4,8 @@ Points are taken off a heap in the order of a time that none of them can be belo
 and fits is the best. Three kinds of entries:
 
     a group     rows and tiers open         its arithmetic, pipeline bubble and tensor parallelism, which every row has
-    "auto"      tiers open, unit by unit    the same, with the waits that are there when nothing is away from the device
+    "auto"      tiers open, unit by unit    the same, with the waits that are there when no more is away from the device
+                                            than must be
     a point                                 its time
 
 Nothing is left out that could have won. Memory, which costs more to predict, is asked of points in that order only; it
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zerofold.placement import Cut, Row, Tier, Tiers, row
-from zerofold.plan.away import NOTHING_AWAY, node_ranks
+from zerofold.plan.away import STATES_BYTES, Away, Shares, disk_seconds, host_update_seconds, node_ranks
 from zerofold.plan.ground import Ground, ground_of
 from zerofold.plan.held import UPDATE_RING
 from zerofold.plan.machine import Machine
@@ -153,8 +154,12 @@ class Search:
             if not states_fit(ground, chosen, point, self.space.machine):
                 continue
             if point.auto:
-                waits = Waits(ground, self.space.machine, point, chosen, NOTHING_AWAY).total().total
-                bound = (ground.floor.seconds + waits) * _SLACK / self._samples(point, ground)
+                room = room_for_auto(self.space.model, self.space.machine, point)
+                if room is None or room.left < 0:
+                    continue
+                waits = Waits(ground, self.space.machine, point, chosen, least_away(room, self.space.machine))
+                seconds = weighed(ground.floor.seconds + waits.total().total, point)
+                bound = seconds * _SLACK / self._samples(point, ground)
             else:
                 bound = self._seconds(point, number, None)
             heapq.heappush(self._heap, _Entry(bound, (number, index), not point.auto, point))
@@ -195,15 +200,38 @@ def held_by_auto(model: ModelShape, machine: Machine, point: Point) -> Memory | 
     Placing units one by one takes a while, so it is not done where `room_for_auto` knows the answer.
     """
     room = room_for_auto(model, machine, point)
-    if room is None or room < 0:
+    if room is None or room.left < 0:
         return None
     found = memory(model, machine, point)
     is_away = any(found.host.values()) or any(found.disk.values())
     return found if is_away and not lacks(found, machine) else None
 
 
-def room_for_auto(model: ModelShape, machine: Machine, point: Point) -> float | None:
-    """Bytes that all memories of a rank have at most beyond the optimizer's states; None where all stay on the device.
+class Room(NamedTuple):
+    """Bytes of one rank: the optimizer's states, and the most that each memory has for them."""
+
+    states: int
+    device: float
+    host: float
+    disk: float
+
+    @property
+    def left(self) -> float:
+        """Less than nothing: they do not fit."""
+        return -1.0 if self.device < 0 else self.device + self.host + self.disk - self.states
+
+
+def least_away(room: Room, machine: Machine) -> Away:
+    """Which part of the optimizer's states is off the device at the least, in whichever memory updates them sooner."""
+    away = max(0.0, room.states - room.device)
+    on_host = min(away, room.host)
+    if disk_seconds(STATES_BYTES, STATES_BYTES, machine) < host_update_seconds(1, machine):
+        on_host = away - min(away, room.disk)
+    return Away(Shares(on_host / room.states, (away - on_host) / room.states), Shares(), Shares())
+
+
+def room_for_auto(model: ModelShape, machine: Machine, point: Point) -> Room | None:
+    """What there is for the optimizer's states where each unit's tiers are chosen; None where all stay on the device.
 
     With room for all states beside what comes and goes, the engine's rule leaves them there. No placement leaves less
     on the device than the one that sends everything away; and what that one leaves free, host and disk must together
@@ -216,8 +244,8 @@ def room_for_auto(model: ModelShape, machine: Machine, point: Point) -> float | 
     with_parameters = Tier.HOST if is_alone or row(point.stage).parameters.is_cut else Tier.DEVICE
     nothing_here = replace(point, auto=False, tiers=Tiers(Tier.HOST, Tier.HOST, with_parameters))
     room = machine.device_memory - (memory(model, machine, nothing_here).device_need - UPDATE_RING)
-    elsewhere = (machine.host_memory + machine.disk) / node_ranks(machine)
-    return -1.0 if room < 0 else room + elsewhere - here.device["optimizer"]
+    ranks = node_ranks(machine)
+    return Room(here.device["optimizer"], room, machine.host_memory / ranks, machine.disk / ranks)
 
 
 def _beside(held: Memory) -> int:
