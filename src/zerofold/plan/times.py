@@ -42,7 +42,7 @@ def times(
     >>> model = ModelShape(name="m", units=(UnitShape(name="", trained=0), blocks), tokens=2048)
     >>> found = times(model, machine, Point(stage="2", micro_batch=8))
     >>> round(found.compute, 3), found.bottleneck
-    (0.115, 'compute')
+    (0.122, 'compute')
     """
     ground = ground or ground_of(model, machine, point)
     waits = Waits(ground, machine, point, row(point.stage), away_of(point, memory))
