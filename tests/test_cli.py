@@ -34,7 +34,7 @@ def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
         ["train"],
         ["verify"],
         ["launch"],
-        *(["bench", name] for name in ("step", "update", "mixed", "memory", "precision")),
+        *(["bench", name] for name in ("step", "comm", "update", "mixed", "memory", "precision")),
         *(["checkpoint", name] for name in ("inspect", "verify", "export", "diff")),
     ],
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.plan_models import H200, gpt, simple_memory
+from tests.plan_models import H200, gpt
 
 from zerofold.plan.larger import FACTORS, deeper, largest, next_larger, some_point
 from zerofold.plan.machine import GB, GIB, Machine
+from zerofold.plan.memory import memory
 from zerofold.plan.predict import lacks
 from zerofold.plan.search import search
 from zerofold.plan.shape import ModelShape
@@ -18,51 +19,49 @@ NODE = replace(H200, devices=8, device_memory=40 * GIB, host_memory=200 * GIB, d
 
 
 def model_of(layers: int) -> ModelShape:
-    return gpt(layers=layers, hidden=4096, tokens=1024, intervals=(0, 1))
+    return gpt(layers=layers, hidden=12288, tokens=1024, intervals=(0, 1))
 
 
 def fits(model: ModelShape, machine: Machine) -> bool:
-    return some_point(Space(model=model, machine=machine), simple_memory) is not None
+    return some_point(Space(model=model, machine=machine)) is not None
 
 
 def changes(layers: int, machine: Machine) -> dict[str, int]:
     model = model_of(layers)
-    result = search(model, machine, memory_of=simple_memory)
-    found = next_larger(model, machine, result, memory_of=simple_memory)
+    result = search(model, machine)
+    found = next_larger(model, machine, result)
     assert found.model.layers == 2 * layers
     for change in found.changes:
         if change.name != "nothing":
             richer = replace(machine, **{change.name: change.needed})
-            assert not lacks(simple_memory(found.model, richer, change.point), richer)
+            assert not lacks(memory(found.model, richer, change.point), richer)
             half = replace(machine, **{change.name: change.needed // 2})
             assert change.needed // 2 <= change.now or not fits(found.model, half)
     return {change.name: change.needed for change in found.changes}
 
 
 def test_a_model_that_fits_as_well_needs_nothing() -> None:
-    assert changes(8, NODE) == {"nothing": 0}
+    assert changes(2, NODE) == {"nothing": 0}
 
 
 def test_each_change_is_the_least_of_its_kind() -> None:
-    found = changes(150, NODE)
+    found = changes(16, NODE)
     assert set(found) == {"devices", "device_memory", "host_memory", "disk"}
     assert found["devices"] in {8 * factor for factor in FACTORS}
 
 
 def test_the_sentence_names_numbers() -> None:
-    model = model_of(150)
-    said = next_larger(model, NODE, search(model, NODE, memory_of=simple_memory), memory_of=simple_memory).sentence
-    assert said.startswith("Twice the blocks (60.7e9 parameters) would fit with 16 devices instead of 8, or ")
+    model = model_of(16)
+    said = next_larger(model, NODE, search(model, NODE)).sentence
+    assert said.startswith("Twice the blocks (58.4e9 parameters) would fit with 16 devices instead of 8, or ")
     assert "GiB of host memory in a node instead of 200" in said
-    none = next_larger(
-        model_of(60_000), NODE, search(model, NODE, memory_of=simple_memory), memory_of=simple_memory
-    ).sentence
+    none = next_larger(model_of(6000), NODE, search(model, NODE)).sentence
     assert none.endswith("would not fit with 64 times as much of any one thing.")
 
 
 def test_the_largest_fits_and_one_block_more_does_not() -> None:
-    for machine in (NODE, replace(NODE, devices=64), replace(NODE, disk=4000 * GB)):
-        found = largest(machine, model_of, memory_of=simple_memory)
+    for machine in (NODE, replace(NODE, disk=1000 * GB)):
+        found = largest(machine, model_of)
         assert found is not None
         assert found.layers is not None
         assert fits(found, machine)
@@ -71,7 +70,7 @@ def test_the_largest_fits_and_one_block_more_does_not() -> None:
 
 def test_more_of_anything_lets_a_larger_one_in() -> None:
     def parameters(machine: Machine) -> int:
-        found = largest(machine, model_of, memory_of=simple_memory)
+        found = largest(machine, model_of)
         return 0 if found is None else found.parameters
 
     base = parameters(NODE)

@@ -7,14 +7,15 @@ import time
 from dataclasses import replace
 
 import pytest
-from tests.plan_models import H200, gpt, simple_memory
+from tests.plan_models import H200, gpt
 
 from zerofold.placement import row
 from zerofold.plan.ground import ground_of
 from zerofold.plan.machine import GB, GIB, Link, Machine
+from zerofold.plan.memory import memory
 from zerofold.plan.point import Prediction
-from zerofold.plan.predict import predict
-from zerofold.plan.search import Search, SearchResult, search, states_fit
+from zerofold.plan.predict import lacks, predict
+from zerofold.plan.search import AWAY, Search, SearchResult, search, states_fit, weighed
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
 from zerofold.plan.space import Space
 from zerofold.plan.times import times
@@ -23,37 +24,35 @@ CLUSTER = replace(H200, name="cluster", devices=1024, device_memory=80 * GIB, ho
 
 
 def by_trying_all(space: Space) -> list[Prediction]:
-    """Every point that fits, the fastest first; of equal ones the first in the space."""
+    """Every point that fits, the fastest first; of equal ones the first in the space. "auto" that leaves everything on
+    the device is no point of its own."""
     found = []
     for point in space.points():
-        memory = simple_memory(space.model, space.machine, point)
-        prediction = predict(space.model, space.machine, point, memory=memory)
-        if prediction.fits:
+        prediction = predict(space.model, space.machine, point)
+        held = prediction.memory
+        is_away = any(held.host.values()) or any(held.disk.values())
+        if prediction.fits and (is_away or not point.auto):
             found.append(prediction)
-    return sorted(found, key=seconds_of_a_sample)  # stable
-
-
-def seconds_of_a_sample(prediction: Prediction) -> float:
-    return 1 / prediction.samples_per_second
+    return sorted(found, key=lambda each: weighed(1 / each.samples_per_second, each.point))  # stable
 
 
 def searched(space: Space, wanted: int = 3) -> SearchResult:
-    return Search(space, simple_memory).run(wanted)
+    return Search(space).run(wanted)
 
 
 def random_space(seed: int) -> Space:
     """A small model on a small machine, of rates and memories from any corner."""
     chance = random.Random(seed)
     devices, per_node = chance.choice([1, 2, 4, 6, 8, 16]), chance.choice([1, 2, 4, 8])
-    layers = chance.choice([1, 2, 4, 6])
-    hidden = chance.choice([128, 256, 512])
+    layers = chance.choice([1, 2, 4])
+    hidden = chance.choice([1024, 2048, 4096])
     model = gpt(
         layers=layers,
         hidden=hidden,
         heads=chance.choice([1, 2, 4]),
         vocab=chance.choice([64, 1000, 20_000]),
         tokens=chance.choice([16, 128, 512]),
-        intervals=chance.choice([(0,), (0, 1), (1, 2)]),
+        intervals=chance.choice([(0,), (0, 1), (1,)]),
     )
     if chance.random() < 0.15:
         model = replace(model, activities=(), hidden=None)
@@ -66,8 +65,8 @@ def random_space(seed: int) -> Space:
         name=f"machine {seed}",
         devices=devices,
         per_node=per_node,
-        device_memory=int(states * 10 ** chance.uniform(-1.5, 1.5)),
-        host_memory=int(states * 10 ** chance.uniform(-1.5, 1)),
+        device_memory=int(states * 10 ** chance.uniform(-1.5, 0.5)) + 2**29,
+        host_memory=int(states * 10 ** chance.uniform(-1, 1)),
         disk=chance.choice([0, int(states * 10 ** chance.uniform(-1, 1.5))]),
         flops=10 ** chance.uniform(10, 15),
         flops_fp32=10 ** chance.uniform(10, 14),
@@ -89,10 +88,10 @@ def random_space(seed: int) -> Space:
     )
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(50, 500, 50))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(25, 400, 25))])
 def test_the_choice_is_that_of_trying_every_point(first: int) -> None:
     chosen, nothing = set(), 0
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 25):
         space = random_space(seed)
         space = replace(space, micro_batches=space.micro_batches or (1, 2, 4))
         all_that_fit, found = by_trying_all(space), searched(space)
@@ -103,8 +102,8 @@ def test_the_choice_is_that_of_trying_every_point(first: int) -> None:
         assert found.tried + found.pruned == sum(1 for _ in space.points())
         if found.best is not None:
             chosen.add((found.best.point.stage, found.best.point.auto, found.best.point.tiers))
-    assert len(chosen) >= 8  # the machines differ enough to ask for different answers
-    assert nothing < 25
+    assert len(chosen) >= 4  # the machines differ enough to ask for different answers
+    assert nothing < 15
 
 
 def test_seventy_billion_on_1024_devices() -> None:
@@ -119,14 +118,14 @@ def test_seventy_billion_on_1024_devices() -> None:
     assert time.perf_counter() - start < 5
     assert found.best is not None
     assert found.best.fits
-    assert found.best.samples_per_second >= max(each.samples_per_second for each in found.runners_up)
+    assert found.best.samples_per_second * AWAY >= max(each.samples_per_second for each in found.runners_up)
 
 
 @pytest.mark.thorough
 def test_the_choice_for_seventy_billion_is_that_of_trying_every_point() -> None:
     model = gpt(layers=80, hidden=8192, heads=64, tokens=4096, intervals=(0, 1, 2, 4))
-    for memory in (80 * GIB, 24 * GIB):
-        space = Space(model=model, machine=replace(CLUSTER, device_memory=memory), global_samples=2048)
+    for room in (80 * GIB, 24 * GIB):
+        space = Space(model=model, machine=replace(CLUSTER, device_memory=room), global_samples=2048)
         everything = by_trying_all(space)
         found = searched(space)
         assert [found.best, *found.runners_up] == everything[:3]
@@ -138,7 +137,7 @@ def test_a_quadrillion_parameters_on_a_hundred_thousand_devices() -> None:
     assert model.parameters > 1e15
     machine = replace(H200, devices=100_000, host_memory=2000 * GIB, disk=60_000 * GB)
     start = time.perf_counter()
-    found = search(model, machine, global_samples=100_000, memory_of=simple_memory)
+    found = search(model, machine, global_samples=100_000)
     assert time.perf_counter() - start < 5
     assert found.best is not None
     assert found.best.point.tensor * found.best.point.pipeline > 1  # a block alone has 0.4e12 bytes
@@ -149,33 +148,33 @@ def test_a_quadrillion_known_by_its_count_alone() -> None:
     units = (UnitShape(name=ROOT, trained=10**9), UnitShape(name="block", trained=10**9, count=10**6))
     model = ModelShape(name="count", units=units, tokens=2048)
     machine = replace(H200, devices=100_000, host_memory=2000 * GIB, disk=60_000 * GB)
-    found = search(model, machine, global_samples=100_000, memory_of=simple_memory)
+    found = search(model, machine, global_samples=100_000)
     assert found.best is not None
     assert found.best.point.auto or found.best.point.tiers.is_offloaded
-    smaller = search(model, replace(machine, host_memory=0, disk=0), global_samples=100_000, memory_of=simple_memory)
+    smaller = search(model, replace(machine, host_memory=0, disk=0), global_samples=100_000)
     assert smaller.best is None
 
 
 def test_bounds_are_below_what_they_bound() -> None:
     """On which the search rests: floors of time, and states that must fit."""
     refused = 0
-    for seed in range(60):
+    for seed in range(12):
         space = random_space(seed)
         space = replace(space, micro_batches=(1, 4))
         for group in space.groups():
             ground = ground_of(space.model, space.machine, group)
             for point in space.members(group):
-                memory = simple_memory(space.model, space.machine, point)
-                taken = times(space.model, space.machine, point, memory, ground=ground)
+                held = memory(space.model, space.machine, point)
+                taken = times(space.model, space.machine, point, held, ground=ground)
                 assert taken.step >= ground.floor.seconds * (1 - 1e-9)
                 if not states_fit(ground, row(point.stage), point, space.machine):
                     refused += 1
-                    assert not predict(space.model, space.machine, point, memory=memory).fits
-    assert refused > 1000
+                    assert lacks(held, space.machine)
+    assert refused > 100
 
 
 def test_a_faster_wire_is_never_slower() -> None:
-    for seed in range(40):
+    for seed in range(10):
         space = random_space(seed)
         slow = searched(space, 1).best
         links = {name: replace(getattr(space.machine, name), rate=1e13) for name in ("inside", "across", "to_host")}

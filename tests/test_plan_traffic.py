@@ -131,5 +131,5 @@ def test_tensor_and_pipeline_degrees_send_activations() -> None:
     assert ("all_gather", "all") not in both.elements  # no data parallelism is left
     with pytest.raises(ValueError, match="give layers and hidden"):
         traffic(replace(model, hidden=None), machine, Point(tensor=2))
-    with pytest.raises(ValueError, match="does not divide 8 devices"):
+    with pytest.raises(ValueError, match="do not divide 8 devices"):
         traffic(model, machine, Point(tensor=3))

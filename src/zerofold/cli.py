@@ -16,6 +16,7 @@ def main() -> None:
 
 def build_app() -> typer.Typer:
     """All commands. Built when called, so that rank processes, which import this file, do not load them."""
+    from zerofold.bench.comm import bench_comm_command
     from zerofold.bench.io import bench_io_command
     from zerofold.bench.memory import bench_memory_command
     from zerofold.bench.mixed import bench_mixed_command
@@ -51,6 +52,7 @@ def build_app() -> typer.Typer:
     bench_app.command("save")(bench_save_command)
     bench_app.command("update")(bench_update_command)
     bench_app.command("mixed")(bench_mixed_command)
+    bench_app.command("comm")(bench_comm_command)
     bench_app.command("io")(bench_io_command)
     bench_app.command("memory")(bench_memory_command)
     bench_app.command("offload")(bench_offload_command)

@@ -35,9 +35,6 @@ class Away(NamedTuple):
     parameters: Shares
 
 
-NOTHING_AWAY = Away(Shares(), Shares(), Shares())
-
-
 def away_of(point: Point, memory: Memory | None) -> Away:
     """By the tiers that were named; or, where the plan chose them unit by unit, by the bytes that it put there."""
     if not point.auto:

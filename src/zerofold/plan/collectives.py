@@ -1,65 +1,25 @@
-"""How long a collective takes on the links of a machine.
-
-The model, for M nodes with P ranks of the group in each, and n bytes gathered or reduced in all:
-
-    inside the nodes    (P−1) steps of a ring        n (P−1)/P bytes of each rank
-    across them         ⌈log₂ M⌉ steps               (n/P)(M−1)/M bytes of each rank: P rails side by side
-
-Both stages are cut into chunks that follow each other, so the slower one counts, and the latencies of both. Across
-nodes NCCL takes trees and, for gathers and reduce-scatters, the parallel aggregated trees of NCCL 2.23, so the steps
-grow with the logarithm: a ring over 100,000 ranks would wait a second for its latencies alone. What is not in the
-model: congestion, and links that are shared with anybody else.
-"""
+"""Where the groups of a plan are on the wires of a machine."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 from zerofold.plan.machine import Machine
 from zerofold.plan.mesh import Mesh
+from zerofold.plan.wires import Span, Wires
 
 
-@dataclass(frozen=True)
-class Span:
-    """Where the ranks of a group are: so many in a node, in so many nodes."""
-
-    local: int
-    nodes: int
-
-    @staticmethod
-    def of(ranks: int, local: int) -> Span:
-        """
-        >>> Span.of(16, 8), Span.of(4, 8)
-        (Span(local=8, nodes=2), Span(local=4, nodes=1))
-        """
-        here = max(1, min(ranks, local))
-        return Span(here, -(-ranks // here))
-
-    @property
-    def ranks(self) -> int:
-        return self.local * self.nodes
+def wires_of(machine: Machine) -> Wires:
+    """Messages in trees: NCCL has them for all-reduces and, since 2.23, for the others too. A ring over 100,000 ranks
+    would wait a second for its latencies alone."""
+    return Wires(inside=machine.inside, across=machine.across, per_node=machine.per_node, steps="tree")
 
 
-def seconds(collective: str, nbytes: float, span: Span, machine: Machine) -> float:
-    """Of one call. `nbytes` is the whole: what each rank has after a gather or before a reduction.
+def span_of(ranks: int, local: int) -> Span:
+    """Of a group with `local` ranks in each node that it reaches.
 
-    >>> from zerofold.plan.machine import Link
-    >>> machine = Machine(name="m", device_memory=0, host_memory=0, flops=1, flops_fp32=1, memory_rate=1, host_update=1,
-    ...                   inside=Link(rate=100e9), across=Link(rate=10e9), to_host=Link(rate=1))
-    >>> seconds("all_gather", 8e9, Span(8, 1), machine), seconds("all_gather", 8e9, Span(8, 2), machine)
-    (0.07, 0.07)
-    >>> seconds("all_reduce", 8e9, Span(1, 4), machine)
-    1.2
+    >>> span_of(16, 8), span_of(4, 8)
+    (Span(ranks=16, nodes=2), Span(ranks=4, nodes=1))
     """
-    if span.ranks == 1:
-        return 0.0
-    if collective == "all_reduce":  # its two halves
-        return 2 * seconds("reduce_scatter", nbytes, span, machine)
-    inside = nbytes * (span.local - 1) / span.local / machine.inside.rate
-    across = nbytes / span.local * (span.nodes - 1) / span.nodes / machine.across.rate
-    waits = (span.local - 1) * machine.inside.latency + math.ceil(math.log2(span.nodes)) * machine.across.latency
-    return max(inside, across) + waits
+    return Span(ranks, -(-ranks // max(1, min(ranks, local))))
 
 
 def send_seconds(nbytes: float, mesh: Mesh, machine: Machine) -> float:
@@ -69,19 +29,19 @@ def send_seconds(nbytes: float, mesh: Mesh, machine: Machine) -> float:
 
 
 def tensor_span(mesh: Mesh, machine: Machine) -> Span:
-    return Span.of(mesh.tensor, machine.per_node)
+    return span_of(mesh.tensor, machine.per_node)
 
 
 def data_span(mesh: Mesh) -> Span:
     """All data-parallel ranks."""
-    return Span.of(mesh.data, mesh.local)
+    return span_of(mesh.data, mesh.local)
 
 
 def inside_span(mesh: Mesh) -> Span:
     """A group of hsdp or hpz: neighbours."""
-    return Span.of(mesh.inside, mesh.local)
+    return span_of(mesh.inside, mesh.local)
 
 
 def across_span(mesh: Mesh) -> Span:
     """One rank of every group."""
-    return Span.of(mesh.groups, max(1, mesh.local // mesh.inside))
+    return span_of(mesh.groups, max(1, mesh.local // mesh.inside))

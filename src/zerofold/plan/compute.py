@@ -4,20 +4,23 @@
               and at least kernels · kernel_seconds
 
 So the rate that matrix products attain falls with their size: a kernel has the same gap before it, whatever it does.
-`ATTAINED` was fitted to one run on one H200 (3.38e9 parameters, bf16); docs/design.md says how far other runs are off.
+`ATTAINED` was fitted to runs on one H200 (`tests/test_plan_times.py` says how far each is off).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from zerofold.plan.held import widths_of
 from zerofold.plan.machine import Machine
-from zerofold.plan.mesh import widths_of
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ModelShape, Phase, Work
 
-ATTAINED = 0.9
-"""Of the rate of large products: attention, and products of the sizes that a model has."""
+ATTAINED = 0.85
+"""Of the 16-bit rate of large products, for products of the sizes that a model has, and for attention, of which all
+flops are counted though a causal one skips half."""
+ATTAINED_FP32 = 1.0
+"""The same in fp32, which is slow enough for every product to be large."""
 KERNEL_GAP = 1.5e-6
 """Seconds between a kernel and the next that depends on it."""
 _TF32 = 0.5  # of the 16-bit rate
@@ -34,7 +37,9 @@ def matrix_rate(machine: Machine, precision: str) -> float:
     """Flops a second that a model's products attain."""
     if widths_of(precision).compute == 2:
         return ATTAINED * machine.flops
-    return ATTAINED * (max(machine.flops_fp32, _TF32 * machine.flops) if precision == "tf32" else machine.flops_fp32)
+    if precision == "tf32":
+        return ATTAINED * max(machine.flops_fp32, _TF32 * machine.flops)
+    return ATTAINED_FP32 * machine.flops_fp32
 
 
 def work_seconds(work: Work, samples: float, machine: Machine, precision: str, tensor: int = 1) -> float:
@@ -45,7 +50,7 @@ def work_seconds(work: Work, samples: float, machine: Machine, precision: str, t
     >>> link = Link(rate=1)
     >>> machine = Machine(name="m", device_memory=0, host_memory=0, flops=1e15, flops_fp32=1e13, memory_rate=1e12,
     ...                   kernel_seconds=1e-5, inside=link, across=link, to_host=link, host_update=1)
-    >>> work_seconds(Work(PerSample(0, 9e11), PerSample(0, 1e9)), 2, machine, "bf16")
+    >>> work_seconds(Work(PerSample(0, 8.5e11), PerSample(0, 1e9)), 2, machine, "bf16")
     0.004
     >>> work_seconds(Work(kernels=100), 1, machine, "bf16")  # too short: the host cannot start them faster
     0.001

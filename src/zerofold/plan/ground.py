@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zerofold.plan.collectives import seconds, send_seconds, tensor_span
+from zerofold.plan.collectives import send_seconds, tensor_span, wires_of
 from zerofold.plan.compute import UnitSeconds, unit_seconds
+from zerofold.plan.held import widths_of
 from zerofold.plan.machine import Machine
-from zerofold.plan.mesh import Mesh, Widths, mesh_of, units_of_rank, widths_of
+from zerofold.plan.mesh import Mesh, mesh_of, units_of_rank
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ModelShape, UnitShape
+from zerofold.plan.states import Widths
 from zerofold.plan.traffic import TENSOR, kept, model_exchanges
+from zerofold.plan.wires import Wires
 
 
 class Floor(NamedTuple):
@@ -33,6 +36,7 @@ class Ground:
     how many of each stay gathered from forward to backward, `seconds` what each computes."""
 
     mesh: Mesh
+    wires: Wires
     widths: Widths
     units: Sequence[UnitShape]
     stays: Sequence[int]
@@ -44,15 +48,17 @@ class Ground:
 
 def ground_of(model: ModelShape, machine: Machine, point: Point) -> Ground:
     mesh, widths = mesh_of(machine, point), widths_of(point.precision)
+    wires = wires_of(machine)
     units = units_of_rank(model, point)
     found = unit_seconds(model, machine, point)
     return Ground(
         mesh,
+        wires,
         widths,
         units,
         kept(units, widths.compute, point.live_bytes),
         found,
-        _floor(model, machine, point, mesh, units, found),
+        _floor(model, machine, point, mesh, wires, units, found),
         sum(unit.count * unit.trained for unit in units),
     )
 
@@ -62,6 +68,7 @@ def _floor(
     machine: Machine,
     point: Point,
     mesh: Mesh,
+    wires: Wires,
     units: Sequence[UnitShape],
     taken: Sequence[UnitSeconds],
 ) -> Floor:
@@ -70,7 +77,7 @@ def _floor(
     for exchange in model_exchanges(model, point):
         nbytes = exchange.size * exchange.itemsize
         if exchange.group == TENSOR:
-            tensor = exchange.times * seconds(exchange.collective, nbytes, tensor_span(mesh, machine), machine)
+            tensor = exchange.times * wires.seconds(exchange.collective, nbytes, tensor_span(mesh, machine))
         else:  # of the first micro-batch, on its way through and back; later ones are sent beside compute
             bubble = 2 * (mesh.pipeline - 1) * send_seconds(nbytes, mesh, machine)
     # While the pipeline fills and drains, a stage waits for the others, p−1 micro-batches long.

@@ -226,8 +226,8 @@ def _auto(
     """
     away = Tiers(Tier.HOST, Tier.HOST, Tier.HOST if ranks.placed.parameters.is_cut else Tier.DEVICE)
     everything_away = {index: {away: unit.shape.count} for index, unit in enumerate(units)}
-    least = sum(_bytes(bytes_of(unit.size, away), Tier.DEVICE) * unit.shape.count for unit in units)
-    if taken + activations + least > machine.device_memory:
+    at_least = sum(_bytes(bytes_of(unit.size, away), Tier.DEVICE) * unit.shape.count for unit in units)
+    if taken + activations + at_least > machine.device_memory:
         return everything_away
     sizes, of_unit = [], {}
     for index, unit in enumerate(units):

@@ -9,9 +9,10 @@ from typing import Any
 from zerofold.placement import row
 from zerofold.plan.ground import ground_of
 from zerofold.plan.machine import GIB, Machine
+from zerofold.plan.memory import memory
 from zerofold.plan.point import Point
-from zerofold.plan.predict import MemoryModel, lacks, memory_of_plan
-from zerofold.plan.search import SearchResult, states_fit
+from zerofold.plan.predict import lacks
+from zerofold.plan.search import SearchResult, held_by_auto, room_for_auto, states_fit
 from zerofold.plan.shape import ROOT, Activity, ModelShape, PerSample, Phase
 from zerofold.plan.space import Space
 
@@ -54,21 +55,19 @@ class Larger:
         return f"{name} would fit with {', or '.join(map(str, self.changes))}."
 
 
-def next_larger(
-    model: ModelShape, machine: Machine, result: SearchResult, *, memory_of: MemoryModel = memory_of_plan
-) -> Larger:
+def next_larger(model: ModelShape, machine: Machine, result: SearchResult) -> Larger:
     """The model with twice the blocks: whether it fits too, or what there would have to be more of.
 
     Looked at in the space of `result`, one sample in a micro-batch, whatever the time.
     """
     larger = deeper(model, 2)
-    fitting = some_point(replace(result.space, model=larger, machine=machine), memory_of)
+    fitting = some_point(replace(result.space, model=larger, machine=machine))
     if fitting is not None:
         return Larger(model=larger, changes=(Change(name="nothing", now=0, needed=0, point=fitting),))
-    return Larger(model=larger, changes=tuple(_changes(larger, machine, result.space, memory_of)))
+    return Larger(model=larger, changes=tuple(_changes(larger, machine, result.space)))
 
 
-def _changes(larger: ModelShape, machine: Machine, space: Space, memory_of: MemoryModel) -> Iterator[Change]:
+def _changes(larger: ModelShape, machine: Machine, space: Space) -> Iterator[Change]:
     for name in ("devices", "device_memory", "host_memory", "disk"):
         now = getattr(machine, name)
         base = now or machine.host_memory  # a disk where there was none
@@ -77,7 +76,7 @@ def _changes(larger: ModelShape, machine: Machine, space: Space, memory_of: Memo
             richer = replace(machine, **more)
             if name == "disk" and not machine.disk_read:
                 richer = replace(richer, disk_read=3e9, disk_write=3e9)  # any rate: it is not about time
-            fitting = some_point(replace(space, model=larger, machine=richer), memory_of)
+            fitting = some_point(replace(space, model=larger, machine=richer))
             if fitting is not None:
                 yield Change(name=name, now=now, needed=factor * base, point=fitting)
                 break
@@ -89,7 +88,6 @@ def largest(
     *,
     precision: str = "bf16",
     offload: bool = True,
-    memory_of: MemoryModel = memory_of_plan,
 ) -> ModelShape | None:
     """The largest of the models `make(1)`, `make(2)`, … that fits, which are to grow with their number.
 
@@ -98,7 +96,7 @@ def largest(
 
     def fits(number: int) -> bool:
         space = Space(model=make(number), machine=machine, precision=precision, offload=offload)
-        return some_point(space, memory_of) is not None
+        return some_point(space) is not None
 
     if not fits(1):
         return None
@@ -112,24 +110,27 @@ def largest(
     return make(low)
 
 
-def some_point(space: Space, memory_of: MemoryModel = memory_of_plan) -> Point | None:
+def some_point(space: Space) -> Point | None:
     """Any point that fits, however slow: the one with the least batch of each kind is tried."""
     least = replace(space, micro_batches=(1,), global_samples=None)
     # The most degrees first: what is shared by more devices fits sooner.
     groups = sorted(least.groups(), key=lambda point: (-point.tensor * point.pipeline, -point.checkpoint_every))
-    seen: set[tuple[int, int, int]] = set()
-    for group in groups:
-        key = group.tensor, group.pipeline, group.checkpoint_every
-        if key in seen:
-            continue
-        seen.add(key)
+    distinct = {(group.tensor, group.pipeline, group.checkpoint_every): group for group in groups}
+    mixed = []
+    for group in distinct.values():
         ground = ground_of(space.model, space.machine, group)
         for point in least.members(group):
             if not states_fit(ground, row(point.stage), point, space.machine):
                 continue
-            if not lacks(memory_of(space.model, space.machine, point), space.machine):
+            if point.auto:
+                mixed.append(point)
+            elif not lacks(memory(space.model, space.machine, point), space.machine):
                 return point
-    return None
+    # To place units one by one takes longer, so it is tried last, and only where there is the most room for it.
+    rooms = [room_for_auto(space.model, space.machine, point) for point in mixed]
+    some = [(room.left, point) for room, point in zip(rooms, mixed, strict=True) if room is not None]
+    left, roomiest = max(some, key=lambda pair: pair[0], default=(-1.0, Point()))
+    return roomiest if left >= 0 and held_by_auto(space.model, space.machine, roomiest) is not None else None
 
 
 def deeper(model: ModelShape, times: int) -> ModelShape:
@@ -156,16 +157,14 @@ def _deeper(activity: Activity, model: ModelShape, times: int) -> Activity:
         if moment.phase is Phase.FORWARD and model.units[moment.unit].name != ROOT:
             left += PerSample(moment.growth.fixed * moment.repeats, moment.growth.each * moment.repeats)
     more = PerSample(left.fixed * (times - 1), left.each * (times - 1))
-    moments = tuple(
-        replace(
-            moment,
-            alive=moment.alive + more,
-            repeats=moment.repeats if model.units[moment.unit].name == ROOT else times * moment.repeats,
-        )
-        for moment in activity.moments
-    )
+    blocks = [number for number, moment in enumerate(activity.moments) if model.units[moment.unit].name != ROOT]
+    moments = list(activity.moments)
+    for number in range(blocks[0], blocks[-1] + 1) if blocks else ():  # before and after, nothing of a block is kept
+        moment = moments[number]
+        repeats = moment.repeats if model.units[moment.unit].name == ROOT else times * moment.repeats
+        moments[number] = replace(moment, alive=moment.alive + more, repeats=repeats)
     kept = activity.checkpoints
-    return replace(activity, moments=moments, checkpoints=PerSample(kept.fixed * times, kept.each * times))
+    return replace(activity, moments=tuple(moments), checkpoints=PerSample(kept.fixed * times, kept.each * times))
 
 
 def _in_words(point: Point) -> str:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from zerofold.plan.away import node_ranks
 from zerofold.plan.ground import Ground
 from zerofold.plan.machine import GIB, Machine
+from zerofold.plan.memory import memory as memory_of
 from zerofold.plan.mesh import mesh_of
 from zerofold.plan.point import Memory, Point, Prediction
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.times import times
 from zerofold.plan.traffic import traffic
-
-MemoryModel = Callable[[ModelShape, Machine, Point], Memory]
-
-
-def memory_of_plan(model: ModelShape, machine: Machine, point: Point) -> Memory:
-    from zerofold.plan.memory import memory  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-    found: Memory = memory(model, machine, point)
-    return found
 
 
 def predict(
@@ -31,8 +21,15 @@ def predict(
     memory: Memory | None = None,
     ground: Ground | None = None,
 ) -> Prediction:
-    """What training takes at this point. `memory` and `ground`, for whoever has them already."""
-    found = memory if memory is not None else memory_of_plan(model, machine, point)
+    """What training takes at this point. `memory` and `ground`, for whoever has them already.
+
+    >>> from zerofold.plan.presets import preset
+    >>> from zerofold.plan.transformer import from_parameters
+    >>> found = predict(from_parameters(70e9), preset("H100", devices=8), Point(stage="3", checkpoint_every=1))
+    >>> found.fits, found.lacks
+    (False, 'device memory: 142.9 GiB needed, 76.8 there')
+    """
+    found = memory if memory is not None else memory_of(model, machine, point)
     sent = traffic(model, machine, point)
     spent = times(model, machine, point, found, sent, ground=ground)
     missing = lacks(found, machine)
@@ -61,9 +58,12 @@ def lacks(memory: Memory, machine: Machine) -> str:
     'host memory of a node: 120.0 GiB needed, 100.0 there'
     """
     ranks = node_ranks(machine)
+    on_device, on_host = memory.device_need, ranks * sum(memory.host.values())
+    if machine.kind == "cpu":  # one memory
+        on_host += ranks * on_device
     wanted = (
-        ("device memory", memory.device_need, machine.device_memory),
-        ("host memory of a node", ranks * sum(memory.host.values()), machine.host_memory),
+        ("device memory", on_device, machine.device_memory),
+        ("host memory of a node", on_host, machine.host_memory),
         ("disk of a node", ranks * sum(memory.disk.values()), machine.disk),
     )
     return "; ".join(

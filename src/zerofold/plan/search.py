@@ -4,7 +4,8 @@ Points are taken off a heap in the order of a time that none of them can be belo
 and fits is the best. Three kinds of entries:
 
     a group     rows and tiers open         its arithmetic, pipeline bubble and tensor parallelism, which every row has
-    "auto"      tiers open, unit by unit    the same, with the waits that are there when nothing is away from the device
+    "auto"      tiers open, unit by unit    the same, with the waits that are there when no more is away from the device
+                                            than must be
     a point                                 its time
 
 Nothing is left out that could have won. Memory, which costs more to predict, is asked of points in that order only; it
@@ -15,16 +16,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from zerofold.placement import Cut, Row, Tier, row
-from zerofold.plan.away import NOTHING_AWAY, node_ranks
+from zerofold.placement import Cut, Row, Tier, Tiers, row
+from zerofold.plan.away import STATES_BYTES, Away, Shares, disk_seconds, host_update_seconds, node_ranks
 from zerofold.plan.ground import Ground, ground_of
+from zerofold.plan.held import UPDATE_RING
 from zerofold.plan.machine import Machine
-from zerofold.plan.mesh import widths_of
+from zerofold.plan.memory import memory
 from zerofold.plan.point import Memory, Point, Prediction
-from zerofold.plan.predict import MemoryModel, lacks, memory_of_plan, predict
+from zerofold.plan.predict import lacks, predict
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.space import ROWS, Space
 from zerofold.plan.times import times
@@ -33,6 +35,16 @@ from zerofold.plan.waits import Waits
 _SLACK = 1 - 1e-9  # sums in another order may differ in their last bits; a bound must not be above what it bounds
 MOMENTS_BYTES = 8
 RUNNERS_UP = 4
+AWAY = 1.01
+_BESIDE = (
+    "gathered units",
+    "fused buffers",
+    "library workspaces",
+    "local gradients",
+    "activation checkpoints",
+    "working activations",
+    "logits",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +77,18 @@ def search(
     rows: tuple[str, ...] = ROWS,
     offload: bool = True,
     runners_up: int = RUNNERS_UP,
-    memory_of: MemoryModel = memory_of_plan,
     **limits: tuple[int, ...] | None,
 ) -> SearchResult:
     """The point with the most samples a second at the wished global batch, among all that fit.
 
     `limits` are those of `Space`: tensor, pipeline, micro_batches, checkpoints. Where `global_samples` is left out, the
     batch is free, and one micro-batch makes a step (some for each stage of a pipeline).
+
+    >>> from zerofold.plan.presets import preset
+    >>> from zerofold.plan.transformer import from_parameters
+    >>> found = search(from_parameters(7e9), preset("A100-80", devices=8), global_samples=64)
+    >>> found.best.fits, found.best.point.samples * 8
+    (True, 64)
     """
     space = Space(
         model=model,
@@ -82,13 +99,18 @@ def search(
         offload=offload,
         **limits,
     )
-    return Search(space, memory_of).run(1 + runners_up)
+    return Search(space).run(1 + runners_up)
+
+
+def weighed(seconds: float, point: Point) -> float:
+    """By which points are compared: what leaves the device must be worth a hundredth, since a run then depends on the
+    host's other work too, which no model knows."""
+    return seconds * AWAY if point.auto or point.tiers.is_offloaded else seconds
 
 
 @dataclass
 class Search:
     space: Space
-    memory_of: MemoryModel = memory_of_plan
     tried: int = 0
     _heap: list[_Entry] = field(default_factory=list)
     _grounds: dict[int, Ground] = field(default_factory=dict)
@@ -115,7 +137,7 @@ class Search:
             else:
                 exact = self._seconds(entry.point, entry.place[0], held)
                 heapq.heappush(self._heap, entry._replace(bound=exact, is_exact=True, memory=held))
-        everything = len(groups) * self.space.members_of_a_group
+        everything = sum(self.space.size(group) for group in groups)
         return SearchResult(
             best=found[0] if found else None,
             tried=self.tried,
@@ -132,31 +154,36 @@ class Search:
             if not states_fit(ground, chosen, point, self.space.machine):
                 continue
             if point.auto:
-                waits = Waits(ground, self.space.machine, point, chosen, NOTHING_AWAY).total().total
-                bound = (ground.floor.seconds + waits) * _SLACK / self._samples(point, ground)
+                room = room_for_auto(self.space.model, self.space.machine, point)
+                if room is None or room.left < 0:
+                    continue
+                waits = Waits(ground, self.space.machine, point, chosen, least_away(room, self.space.machine))
+                seconds = weighed(ground.floor.seconds + waits.total().total, point)
+                bound = seconds * _SLACK / self._samples(point, ground)
             else:
                 bound = self._seconds(point, number, None)
             heapq.heappush(self._heap, _Entry(bound, (number, index), not point.auto, point))
 
     def _seconds(self, point: Point, number: int, held: Memory | None) -> float:
-        """Of a sample."""
+        """Of a sample, weighed."""
         ground = self._grounds[number]
         taken = times(self.space.model, self.space.machine, point, held, ground=ground)
-        return taken.step / self._samples(point, ground)
+        return weighed(taken.step, point) / self._samples(point, ground)
 
     def _held(self, point: Point, number: int) -> Memory | None:
         """Its memory, if it fits."""
-        # Several micro-batches need memory for sums, however many they are.
-        degrees = point.tensor, point.pipeline, point.checkpoint_every, point.accumulate > 1
-        family = point.stage, point.tiers, point.auto, degrees
+        self.tried += 1
+        if point.auto:
+            return held_by_auto(self.space.model, self.space.machine, point)
+        # Memory knows one micro-batch from two and from more, and how many of them are in a pipeline at once.
+        steps = min(point.accumulate, 3), min(point.accumulate, point.pipeline)
+        family = point.stage, point.tiers, point.tensor, point.pipeline, point.checkpoint_every, steps
         if point.micro_batch >= self._too_large.get(family, point.micro_batch + 1):
             return None
-        self.tried += 1
-        found = self.memory_of(self.space.model, self.space.machine, point)
+        found = memory(self.space.model, self.space.machine, point)
         if not lacks(found, self.space.machine):
             return found
-        if not point.auto:  # whose placement is a good one, not provably the best one
-            self._too_large[family] = point.micro_batch
+        self._too_large[family] = point.micro_batch
         return None
 
     def _prediction(self, entry: _Entry) -> Prediction:
@@ -167,12 +194,71 @@ class Search:
         return point.samples * ground.mesh.data
 
 
+def held_by_auto(model: ModelShape, machine: Machine, point: Point) -> Memory | None:
+    """Its memory, if it fits and something of it is away from the device: else it is the point with everything there.
+
+    Placing units one by one takes a while, so it is not done where `room_for_auto` knows the answer.
+    """
+    room = room_for_auto(model, machine, point)
+    if room is None or room.left < 0:
+        return None
+    found = memory(model, machine, point)
+    is_away = any(found.host.values()) or any(found.disk.values())
+    return found if is_away and not lacks(found, machine) else None
+
+
+class Room(NamedTuple):
+    """Bytes of one rank: the optimizer's states, and the most that each memory has for them."""
+
+    states: int
+    device: float
+    host: float
+    disk: float
+
+    @property
+    def left(self) -> float:
+        """Less than nothing: they do not fit."""
+        return -1.0 if self.device < 0 else self.device + self.host + self.disk - self.states
+
+
+def least_away(room: Room, machine: Machine) -> Away:
+    """Which part of the optimizer's states is off the device at the least, in whichever memory updates them sooner."""
+    away = max(0.0, room.states - room.device)
+    on_host = min(away, room.host)
+    if disk_seconds(STATES_BYTES, STATES_BYTES, machine) < host_update_seconds(1, machine):
+        on_host = away - min(away, room.disk)
+    return Away(Shares(on_host / room.states, (away - on_host) / room.states), Shares(), Shares())
+
+
+def room_for_auto(model: ModelShape, machine: Machine, point: Point) -> Room | None:
+    """What there is for the optimizer's states where each unit's tiers are chosen; None where all stay on the device.
+
+    With room for all states beside what comes and goes, the engine's rule leaves them there. No placement leaves less
+    on the device than the one that sends everything away; and what that one leaves free, host and disk must together
+    hold the optimizer's states.
+    """
+    here = memory(model, machine, replace(point, auto=False, tiers=Tiers()))
+    is_alone = machine.devices == point.tensor * point.pipeline
+    if not is_alone and here.states + _beside(here) + UPDATE_RING <= machine.device_memory:
+        return None
+    with_parameters = Tier.HOST if is_alone or row(point.stage).parameters.is_cut else Tier.DEVICE
+    nothing_here = replace(point, auto=False, tiers=Tiers(Tier.HOST, Tier.HOST, with_parameters))
+    room = machine.device_memory - (memory(model, machine, nothing_here).device_need - UPDATE_RING)
+    ranks = node_ranks(machine)
+    return Room(here.device["optimizer"], room, machine.host_memory / ranks, machine.disk / ranks)
+
+
+def _beside(held: Memory) -> int:
+    """What is on the device besides states, all of it at once."""
+    return sum(held.device[line] for line in _BESIDE)
+
+
 def states_fit(ground: Ground, chosen: Row, point: Point, machine: Machine) -> bool:
     """Whether there is room for the optimizer's states and for whole parameters, which no point can do without.
 
     Padding, gradients, activations and buffers come on top, so whatever is refused here does not fit.
     """
-    widths = widths_of(point.precision)
+    widths = ground.widths
     owners = 1 if chosen.cut is Cut.FIRST else ground.mesh.ranks(chosen.optimizer)
     own = ground.trained / owners
     has_shard = widths.has_master or chosen.parameters.is_cut

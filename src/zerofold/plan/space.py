@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from zerofold.placement import Row, Tier, Tiers, row
 from zerofold.plan.machine import Machine
+from zerofold.plan.mesh import mesh_of
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ModelShape
 
@@ -57,7 +57,7 @@ class Space:
 
     def members(self, group: Point) -> Iterator[Point]:
         """The points of a group."""
-        for chosen in self._rows:
+        for chosen in self._rows(group):
             for tiers in self._tiers(chosen):
                 yield replace(group, stage=chosen.name, tiers=tiers)
             if self.offload:
@@ -67,13 +67,17 @@ class Space:
         for group in self.groups():
             yield from self.members(group)
 
-    @cached_property
-    def members_of_a_group(self) -> int:
-        return sum(1 for _ in self.members(Point()))
+    def size(self, group: Point) -> int:
+        """How many points a group has."""
+        return sum(sum(1 for _ in self._tiers(chosen)) + self.offload for chosen in self._rows(group))
 
-    @cached_property
-    def _rows(self) -> list[Row]:
-        return [row(name) for name in self.rows]
+    def _rows(self, group: Point) -> list[Row]:
+        """Those that differ: a rank alone does the same at all of them, and a group of all ranks is no group."""
+        mesh, asked = mesh_of(self.machine, group), [row(name) for name in self.rows]
+        if mesh.data == 1:
+            return [next((each for each in asked if each.parameters.is_cut), asked[0])]
+        has_groups = mesh.inside < mesh.data
+        return [each for each in asked if has_groups or not (each.reduces_across or each.copy is not None)]
 
     def _tiers(self, chosen: Row) -> Iterator[Tiers]:
         for tiers in _TIERS if self.offload else _TIERS[:1]:

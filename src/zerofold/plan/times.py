@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from zerofold.placement import row
 from zerofold.plan import efficiency as model_of_intensity
 from zerofold.plan.away import STATES_BYTES, away_of, node_ranks
-from zerofold.plan.collectives import data_span, seconds
+from zerofold.plan.collectives import data_span
 from zerofold.plan.compute import matrix_rate
 from zerofold.plan.ground import Ground, ground_of
 from zerofold.plan.machine import Machine
@@ -42,7 +42,7 @@ def times(
     >>> model = ModelShape(name="m", units=(UnitShape(name="", trained=0), blocks), tokens=2048)
     >>> found = times(model, machine, Point(stage="2", micro_batch=8))
     >>> round(found.compute, 3), found.bottleneck
-    (0.115, 'compute')
+    (0.122, 'compute')
     """
     ground = ground or ground_of(model, machine, point)
     waits = Waits(ground, machine, point, row(point.stage), away_of(point, memory))
@@ -70,9 +70,9 @@ def _passes(waits: Waits) -> float:
         gathers = 1 if point.pipeline > 1 else 2 * point.accumulate
         moved += gathers * (widths.master + widths.compute) * ground.trained / waits.owners
     if not is_alone:
-        moved += reductions_in_step(waits.row, point) * (widths.compute + widths.reduction) * ground.trained
+        moved += reductions_in_step(waits.row, point) * (widths.compute + widths.wire) * ground.trained
     elif point.accumulate > 1:
-        moved += point.accumulate * (widths.compute + 2 * widths.accumulation) * ground.trained
+        moved += point.accumulate * (widths.compute + 2 * widths.gradient) * ground.trained
     return moved / waits.machine.memory_rate
 
 
@@ -97,7 +97,7 @@ def _efficiency(waits: Waits, intensity: Mapping[str, float]) -> float:
         rate = min(machine.disk_read, machine.disk_write) / node_ranks(machine)
     found = model_of_intensity.efficiency(intensity["optimizer"], rate * waits.owners, peak)
     whole = float(2**30)  # long enough that latencies do not count
-    taken = seconds("all_gather", whole, data_span(mesh), machine)
+    taken = waits.ground.wires.seconds("all_gather", whole, data_span(mesh))
     taken += waits.fetched(whole / mesh.ranks(waits.row.parameters)).total
     if taken:
         found = min(found, model_of_intensity.efficiency(intensity["parameters"], whole / taken, peak))

@@ -17,10 +17,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zerofold.placement import ACROSS, Placement, Row, row
+from zerofold.plan.held import widths_of
 from zerofold.plan.machine import Machine
-from zerofold.plan.mesh import Mesh, Widths, mesh_of, padded, units_of_rank, widths_of
+from zerofold.plan.mesh import Mesh, mesh_of, units_of_rank
 from zerofold.plan.point import Point, Traffic
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
+from zerofold.plan.slabs import slabs_of
+from zerofold.plan.states import Widths
 
 TENSOR, PIPELINE, ALL = "tensor", "pipeline", "all"
 
@@ -128,6 +131,14 @@ def group_name(placement: Placement, mesh: Mesh) -> str:
     return ALL if ranks == mesh.data else placement.axes[0]
 
 
+def flat_size(unit: UnitShape, chosen: Row, mesh: Mesh, widths: Widths, *, with_frozen: bool = False) -> int:
+    """Elements of a unit in its flat spaces, with padding where its tensors are known."""
+    if not unit.tensors:
+        return unit.trained + unit.frozen * with_frozen
+    slabs = slabs_of(unit, chosen, widths, mesh.ranks(chosen.optimizer))
+    return sum(slab.size for slab in slabs if slab.is_trained or with_frozen)
+
+
 def _gathers(
     unit: UnitShape, staying: int, chosen: Row, mesh: Mesh, widths: Widths, point: Point
 ) -> Iterator[Exchange]:
@@ -135,11 +146,10 @@ def _gathers(
     if not home.is_cut:
         return
     counts = gathers_in_step(unit, staying, chosen, mesh, point)
-    frozen = unit.frozen if chosen.parameters.is_cut else 0  # whole ones never change
+    # The layout is that of the shards, whoever gathers; whole parameters that are frozen never change.
+    size = flat_size(unit, chosen, mesh, widths, with_frozen=chosen.parameters.is_cut)
     for placement, times in ((home, counts.whole), (chosen.copy, counts.copies)):
         if placement is not None and times:
-            # The layout is that of the shards, whoever gathers.
-            size = padded(unit, mesh.ranks(home), min(widths.compute, widths.master)) + frozen
             ranks = mesh.ranks(placement)
             yield Exchange("all_gather", group_name(placement, mesh), ranks, size, widths.compute, times)
 
@@ -147,16 +157,16 @@ def _gathers(
 def _reductions(unit: UnitShape, chosen: Row, mesh: Mesh, widths: Widths, point: Point) -> Iterator[Exchange]:
     times = unit.count * reductions_in_step(chosen, point)
     owners = mesh.ranks(chosen.optimizer)
-    size = padded(unit, owners, min(widths.compute, widths.master))
+    size = flat_size(unit, chosen, mesh, widths)
     if not chosen.reduces_to_owner:
-        yield Exchange("all_reduce", ALL, mesh.data, size, widths.reduction, times)
+        yield Exchange("all_reduce", ALL, mesh.data, size, widths.wire, times)
         return
     name = group_name(chosen.optimizer, mesh)
-    yield Exchange("reduce_scatter", name, owners, size, widths.reduction, times)
+    yield Exchange("reduce_scatter", name, owners, size, widths.wire, times)
     if chosen.reduces_across and mesh.groups > 1:
         across = ALL if mesh.groups == mesh.data else ACROSS
         # What was summed is averaged across groups in the dtype in which it is summed, once a step.
-        yield Exchange("all_reduce", across, mesh.groups, size / owners, widths.accumulation, unit.count)
+        yield Exchange("all_reduce", across, mesh.groups, size / owners, widths.gradient, unit.count)
 
 
 def model_exchanges(model: ModelShape, point: Point) -> Iterator[Exchange]:

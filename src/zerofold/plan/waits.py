@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 from zerofold.placement import Cut, Row
 from zerofold.plan.away import STATES_BYTES, Away, disk_seconds, host_copy_seconds, host_update_seconds
-from zerofold.plan.collectives import across_span, data_span, inside_span, seconds
+from zerofold.plan.collectives import across_span, data_span, inside_span
 from zerofold.plan.compute import UnitSeconds
 from zerofold.plan.ground import Ground
 from zerofold.plan.machine import Machine
-from zerofold.plan.mesh import padded
 from zerofold.plan.overlap import Lane, waits_for_queue, waits_in_backward, waits_in_forward
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ROOT
-from zerofold.plan.traffic import reductions_in_step
+from zerofold.plan.traffic import flat_size, reductions_in_step
 
 GATHER, REDUCE, HOST, DISK = "gather", "reduce", "host", "disk"
 _IDLE = UnitSeconds(0.0, 0.0)
@@ -80,7 +79,7 @@ class Waits:
     def gradient_width(self) -> int:
         """Alone, the gradient of one backward stays as autograd made it."""
         alone = self.ground.mesh.data == 1 and self.point.accumulate == 1
-        return self.ground.widths.compute if alone else self.ground.widths.accumulation
+        return self.ground.widths.compute if alone else self.ground.widths.gradient
 
     def fetched(self, own: float) -> Parts:
         """What forward computes with, from where it is between uses; `own` bytes of this rank."""
@@ -123,28 +122,28 @@ class Waits:
 
     def _gathers(self, *, over_all: bool) -> list[Parts]:
         """Of cut parameters: from host or disk to the device, then over the wire."""
-        mesh, width = self.ground.mesh, self.ground.widths.compute
+        mesh, wires, width = self.ground.mesh, self.ground.wires, self.ground.widths.compute
         ranks = mesh.ranks(self.row.parameters)
         is_inside = bool(self.row.parameters.other_axes) or not over_all
         span = inside_span(mesh) if is_inside else data_span(mesh)
         found = []
         for unit in self.ground.units:
-            whole = (padded(unit, ranks, width) + unit.frozen) * width
-            wire = Parts(gather=seconds("all_gather", whole, span, self.machine))
+            whole = flat_size(unit, self.row, mesh, self.ground.widths, with_frozen=True) * width
+            wire = Parts(gather=wires.seconds("all_gather", whole, span))
             found.append(wire.plus(self.fetched(whole / ranks)))
         return found
 
     def _reduces(self, *, across: bool) -> list[Parts]:
         """To their owners and, where they wait for the update off the device, down."""
-        mesh, widths, gone = self.ground.mesh, self.ground.widths, self.away.gradients
+        mesh, wires, widths, gone = self.ground.mesh, self.ground.wires, self.ground.widths, self.away.gradients
         span = inside_span(mesh) if self.row.reduces_across else data_span(mesh)
         collective = "reduce_scatter" if self.row.reduces_to_owner else "all_reduce"
         found = []
         for unit in self.ground.units:
-            wire = seconds(collective, unit.trained * widths.reduction, span, self.machine)
+            wire = wires.seconds(collective, unit.trained * widths.wire, span)
             if across and self.row.reduces_across:
-                shard = unit.trained / mesh.inside * widths.accumulation
-                wire += seconds("all_reduce", shard, across_span(mesh), self.machine)
+                shard = unit.trained / mesh.inside * widths.gradient
+                wire += wires.seconds("all_reduce", shard, across_span(mesh))
             own = unit.trained / self.owners * self.gradient_width
             host = host_copy_seconds((1 - gone.device) * own, self.machine)
             found.append(Parts(reduce=wire, host=host, disk=disk_seconds(0, gone.disk * own, self.machine)))
@@ -152,7 +151,8 @@ class Waits:
 
     def _queued(self) -> list[Parts]:
         """What the next forward finds under way: updates off the device, whole parameters on their way."""
-        gone, widths = self.away.optimizer, self.ground.widths
+        gone, wires, widths = self.away.optimizer, self.ground.wires, self.ground.widths
+        span = data_span(self.ground.mesh)
         found = []
         for unit in self.ground.units:
             own = unit.trained / self.owners
@@ -161,7 +161,7 @@ class Waits:
             read += self.away.gradients.disk * own * self.gradient_width
             wire = 0.0
             if self.row.refreshes_after_step:
-                wire = seconds("all_gather", unit.trained * widths.compute, data_span(self.ground.mesh), self.machine)
+                wire = wires.seconds("all_gather", unit.trained * widths.compute, span)
             host = host_update_seconds(gone.host * own, self.machine)
             found.append(Parts(gather=wire, host=host, disk=disk_seconds(read, written, self.machine)))
         return found
