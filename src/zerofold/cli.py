@@ -28,6 +28,7 @@ def build_app() -> typer.Typer:
     from zerofold.checkpoint.commands import checkpoint_app
     from zerofold.launcher.command import CONTEXT_SETTINGS, launch_command
     from zerofold.observe.report import report_command
+    from zerofold.simulation.command import simulate_command
     from zerofold.train.command import train_command
     from zerofold.verify import verify_command
 
@@ -41,6 +42,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_global_options)
     app.command("train")(train_command)
+    app.command("simulate")(simulate_command)
     app.command("verify")(verify_command)
     app.command("report")(report_command)
     app.command("launch", context_settings=CONTEXT_SETTINGS)(launch_command)

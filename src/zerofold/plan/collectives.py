@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
-from zerofold.plan.machine import Machine
+from zerofold.plan.machine import Link, Machine
 from zerofold.plan.mesh import Mesh
 
 
@@ -41,7 +42,16 @@ class Span:
         return self.local * self.nodes
 
 
-def seconds(collective: str, nbytes: float, span: Span, machine: Machine) -> float:
+class Links(Protocol):
+    """Of each device: to the others of its node, and to other nodes."""
+
+    @property
+    def inside(self) -> Link: ...
+    @property
+    def across(self) -> Link: ...
+
+
+def seconds(collective: str, nbytes: float, span: Span, machine: Links) -> float:
     """Of one call. `nbytes` is the whole: what each rank has after a gather or before a reduction.
 
     >>> from zerofold.plan.machine import Link

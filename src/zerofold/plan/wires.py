@@ -1,52 +1,39 @@
-"""How long a collective takes on the wires between devices: arithmetic alone.
+"""The wires between the ranks of a simulation: arithmetic alone, and the same as the plan's (`plan.collectives`).
 
-A group of N ranks on n nodes, g = N / n on each; every device has a link to its node's others and one to other nodes.
+What is added to it: where the ranks of a group are, rings across nodes, and the all-to-all.
 
-    bytes      all-gather, reduce-scatter of S bytes     inside   S (N - 1) / N  over one device's link
-               (S: the whole tensor)                     across   S (n - 1) / n  over the node's g links together
-               both at the same time: the slower counts; an all-reduce is both of them after each other
-               all-to-all of S bytes a rank              inside   S (g - 1) / N, across  S (n - 1) / n, own links
-    latency    ring   (g - 1) × inside + (n - 1) × across        a message goes round
-               tree   ⌈log2 g⌉ × inside + ⌈log2 n⌉ × across      it is doubled at every step
-
-NCCL's rings leave a node over all of its network cards, hence the g links together. It uses rings for all-gather and
-reduce-scatter over several nodes, whose latency grows with the number of nodes; trees show what would be left of it.
+    ring   (M - 1) steps across M nodes, which is what NCCL's rings take; the plan's own trees take ⌈log2 M⌉
+    all-to-all of n bytes a rank, P in a node      inside n (P - 1) / PM, across n (M - 1) / M, over its own links
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from zerofold.plan.collectives import Span, seconds
 from zerofold.plan.machine import Link
 
-STEPS = ("ring", "tree")
-_ROUNDS = {"all_reduce": 2.0}  # every other collective moves its bytes once
+STEPS = ("tree", "ring")
 
 
-class Span(NamedTuple):
-    """Where the ranks of a group are: how many, on how many nodes.
+def span_of(ranks: Sequence[int], *, per_node: int) -> Span:
+    """Where the ranks of a group are.
 
-    >>> Span.of(range(16), per_node=8), Span.of(range(0, 64, 8), per_node=8).axis
-    (Span(ranks=16, nodes=2), 'across')
+    >>> span_of(range(16), per_node=8), span_of(range(0, 64, 8), per_node=8)
+    (Span(local=8, nodes=2), Span(local=1, nodes=8))
     """
+    if ranks[-1] - ranks[0] == len(ranks) - 1:  # neighbours: no list of 100,000 has to be looked through
+        nodes = ranks[-1] // per_node - ranks[0] // per_node + 1
+    else:
+        nodes = len({rank // per_node for rank in ranks})
+    return Span(-(-len(ranks) // nodes), nodes)
 
-    ranks: int
-    nodes: int
 
-    @classmethod
-    def of(cls, ranks: Iterable[int], *, per_node: int) -> Span:
-        if isinstance(ranks, range) and ranks.step == 1 and len(ranks):
-            return cls(len(ranks), ranks[-1] // per_node - ranks[0] // per_node + 1)
-        found = list(ranks)
-        return cls(len(found), len({rank // per_node for rank in found}))
-
-    @property
-    def axis(self) -> str:
-        """The slowest way its messages take."""
-        return "inside" if self.nodes == 1 else "across"
+def axis_of(span: Span) -> str:
+    """The slowest way that messages of such a group take."""
+    return "inside" if span.nodes == 1 else "across"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +41,16 @@ class Wires:
     """The links of every device, and how messages go over them.
 
     >>> wires = Wires(inside=Link(rate=400e9), across=Link(rate=50e9), per_node=8)
-    >>> wires.seconds("all_gather", 8e9, Span(ranks=8, nodes=1))  # 7 GB into each device
+    >>> wires.seconds("all_gather", 8e9, Span(local=8, nodes=1))  # 7 GB into each device
     0.0175
-    >>> wires.seconds("all_gather", 8e9, Span(ranks=64, nodes=8))  # 7 GB into each node, over 8 links
-    0.0196875
+    >>> wires.seconds("all_gather", 8e9, Span(local=8, nodes=16))  # 7.5 GB into each node, over 8 links
+    0.01875
     """
 
     inside: Link
     across: Link
     per_node: int = 8
-    steps: str = "ring"
+    steps: str = "tree"
 
     def __post_init__(self) -> None:
         for name, link in (("inside", self.inside), ("across", self.across)):
@@ -74,36 +61,26 @@ class Wires:
         if self.steps not in STEPS:
             raise ValueError(f"steps={self.steps!r} must be one of {', '.join(STEPS)}")
 
-    def span(self, ranks: Iterable[int]) -> Span:
-        return Span.of(ranks, per_node=self.per_node)
+    def span(self, ranks: Sequence[int]) -> Span:
+        return span_of(ranks, per_node=self.per_node)
 
     def seconds(self, operation: str, nbytes: float, span: Span) -> float:
         """`nbytes`: of the whole tensor; for an all-to-all, of what one rank sends."""
         if span.ranks == 1:
             return 0.0
-        inside, across = self._shares(operation, nbytes, span)
-        moving = max(inside / self.inside.rate, across / self.across.rate)
-        return _ROUNDS.get(operation, 1.0) * (self._latency(span) + moving)
-
-    def _shares(self, operation: str, nbytes: float, span: Span) -> tuple[float, float]:
-        """Bytes over one device's link inside its node, and over its link to others."""
-        each = span.ranks / span.nodes
-        leaving = nbytes * (span.nodes - 1) / span.nodes
-        if operation == "all_to_all":
-            return nbytes * (each - 1) / span.ranks, leaving
-        return nbytes * (span.ranks - 1) / span.ranks if each > 1 else 0.0, leaving / each
-
-    def _latency(self, span: Span) -> float:
-        each = span.ranks / span.nodes
-        if self.steps == "ring":
-            return (each - 1) * self.inside.latency + (span.nodes - 1) * self.across.latency
-        return math.ceil(math.log2(each)) * self.inside.latency + math.ceil(math.log2(span.nodes)) * self.across.latency
+        rounds = 2 if operation == "all_reduce" else 1
+        more = (span.nodes - 1 - math.ceil(math.log2(span.nodes))) * self.across.latency if self.steps == "ring" else 0
+        if operation != "all_to_all":
+            return seconds(operation, nbytes, span, self) + rounds * more
+        inside = nbytes * (span.local - 1) / span.ranks / self.inside.rate
+        across = nbytes * (span.nodes - 1) / span.nodes / self.across.rate
+        return max(inside, across) + seconds(operation, 0, span, self) + more
 
 
 def free(per_node: int = 8) -> Wires:
     """Wires on which everything is there at once: what is left of a step is not communication.
 
-    >>> free().seconds("all_reduce", 1e12, Span(ranks=1024, nodes=128))
+    >>> free().seconds("all_reduce", 1e12, Span(local=8, nodes=128))
     0.0
     """
     nothing = Link(rate=math.inf)

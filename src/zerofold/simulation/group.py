@@ -9,6 +9,7 @@ It answers what zerofold and FSDP2 ask of a group; anything else raises torch's 
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofold.plan.wires import Wires
+from zerofold.plan.wires import Wires, axis_of
 from zerofold.simulation.clocks import HOST, Clock, Ticket
 
 BACKEND = "modelled"
@@ -57,11 +58,13 @@ def modelled_world(world: int, network: Network) -> Iterator[None]:
         )
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu", "cuda", "meta"])
+    show_errors = sys.excepthook  # which torch.distributed replaces by one that puts the rank before every line
     dist.init_process_group(BACKEND, rank=0, world_size=world, store=FakeStore(), pg_options=network)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = show_errors
 
 
 def _make(options: Any, network: Network | None) -> ModelledGroup:
@@ -232,7 +235,7 @@ class ModelledGroup(dist.ProcessGroup):
         seconds = network.wires.seconds(operation, nbytes, self._span)
         has_values = fill is not None and bool(tensors) and not tensors[0].is_meta
         ticket = network.clock.send(
-            HOST if between_hosts else self._span.axis,
+            HOST if between_hosts else axis_of(self._span),
             "agreement" if between_hosts else operation,
             seconds,
             fill if has_values and fill is not None else _nothing,

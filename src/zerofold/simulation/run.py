@@ -14,7 +14,6 @@ from zerofold.simulation.clocks import Clock, CudaClock, VirtualClock, WallClock
 from zerofold.simulation.device import ModelledDevice
 from zerofold.simulation.engines import ENGINES, Ready, Training
 from zerofold.simulation.group import Network, modelled_world
-from zerofold.simulation.machines import H200
 from zerofold.simulation.result import Simulation
 
 DEVICES = ("meta", "cpu", "cuda")
@@ -27,7 +26,7 @@ class World:
 
     size: int
     wires: Wires
-    machine: Machine = H200
+    machine: Machine
     """What a device computes in which time; of no meaning where time really passes."""
     device: str = "meta"
     is_virtual: bool | None = None
@@ -42,12 +41,13 @@ def simulate(training: Training, world: World, *, engine: str = "zerofold", step
     """A step of `training` as rank 0 of `world`. torch.distributed must not be initialised.
 
     >>> from zerofold.plan.machine import Link
+    >>> from zerofold.plan.presets import preset
     >>> from zerofold.plan.wires import Wires
     >>> build = lambda: torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
     >>> loss = lambda model, device: model(torch.ones(8, 64, device=device)).sum()
     >>> training = Training(name="three layers", build=build, loss=loss, batch=8, units=torch.nn.Linear)
     >>> slow = Wires(inside=Link(rate=1e6), across=Link(rate=1e6))
-    >>> found = simulate(training, World(size=8, wires=slow))
+    >>> found = simulate(training, World(size=8, wires=slow, machine=preset("H200")))
     >>> found.exposed_seconds > 0.9 * found.step_seconds
     True
     """
