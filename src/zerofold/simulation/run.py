@@ -40,6 +40,9 @@ class World:
 def simulate(training: Training, world: World, *, engine: str = "zerofold", steps: int = 3) -> Simulation:
     """A step of `training` as rank 0 of `world`. torch.distributed must not be initialised.
 
+    >>> import torch.distributed as dist
+    >>> if dist.is_initialized():
+    ...     dist.destroy_process_group()
     >>> from zerofold.plan.machine import Link
     >>> from zerofold.plan.presets import preset
     >>> from zerofold.plan.wires import Wires
