@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,14 @@ WIDTH, SAMPLES, RANKS = 256, 512, 8
 UNIT_BYTES = 4 * WIDTH**2
 H200 = preset("H200")
 SIZE = GPTSize(vocab=512, width=256, layers=3, heads=4, seq=32)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def two_layers(**options: object) -> Training:
@@ -224,7 +233,8 @@ def test_time_that_passes_agrees_with_the_virtual_clock() -> None:
     assert real.sent_bytes == pytest.approx(virtual.sent_bytes)
     assert real.wire_seconds == pytest.approx(virtual.wire_seconds)
     occupied = sum(virtual.wire_seconds.values())
-    assert 0.5 * occupied < real.step_seconds < 1.5 * occupied + 3 * real.compute_seconds
+    assert real.step_seconds >= 0.99 * occupied  # one wire, and a step needs all of its messages
+    assert 0 < sum(real.exposed.values()) <= 1.01 * occupied
     assert 0.8 * occupied < virtual.exposed_seconds <= 1.01 * occupied
 
 

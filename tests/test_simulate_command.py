@@ -103,6 +103,7 @@ def test_both_engines_on_the_cpu() -> None:
         (["--model", "no_such_module:build"], "no_such_module"),
         (["--engine", "both"], "--device cuda"),
         (["--heads", "7"], "heads"),
+        (["--scaling", "strong", "--worlds", "8"], "ends at 2 ranks"),
         (["--stage", "hsdp", "--world-size", "12"], "do not divide into nodes"),
         (["--scaling", "weak", "--worlds", "1", "--plot", "curve.pdf"], "matplotlib|.png or .svg"),
     ],

@@ -16,12 +16,16 @@ SCALINGS = ("weak", "strong")
 
 
 def batch_at(scaling: str, batch: int, world: int) -> int:
-    """Samples of a rank: the same for any number of ranks, or its part of the same samples.
+    """Samples of a rank: the same for any number of ranks, or its part of the same samples, which must be whole.
 
     >>> batch_at("weak", 8, 64), batch_at("strong", 1000, 64)
     (8, 16)
     """
-    return batch if scaling == "weak" else -(-batch // world)
+    if scaling == "weak":
+        return batch
+    if batch < world:
+        raise ValueError(f"strong scaling of {batch} samples ends at {batch} ranks, not {world}: give a larger batch")
+    return -(-batch // world)
 
 
 def curve(

@@ -17,6 +17,7 @@ from zerofold.simulation.group import Network, modelled_world
 from zerofold.simulation.result import Simulation
 
 DEVICES = ("meta", "cpu", "cuda")
+_BLOCKS = ("fsdp2", "cpu")
 _WARM = 2  # the first step makes the optimizer's states, the second is the first that knows the order of units
 
 
@@ -92,7 +93,7 @@ def simulate(training: Training, world: World, *, engine: str = "zerofold", step
         peak_bytes=found.peak,
         state_bytes=found.states,
         flops=found.flops,
-        notes=found.notes,
+        notes=("FSDP2 waits for every message at once on the CPU",) if (engine, world.device) == _BLOCKS else (),
     )
 
 
@@ -107,7 +108,6 @@ class _Found:
     peak: int | None
     states: dict[str, int]
     flops: float | None = None
-    notes: tuple[str, ...] = ()
 
 
 def _virtual(ready: Ready, modelled: ModelledDevice, network: Network) -> _Found:
@@ -158,7 +158,6 @@ def _real(ready: Ready, network: Network, device: torch.device, steps: int) -> _
         sent=sent,
         peak=peak,
         states=ready.state_bytes(),
-        notes=("FSDP2 waits for every message at once on the CPU",) if device.type == "cpu" else (),
     )
 
 
