@@ -30,6 +30,7 @@ def build_app() -> typer.Typer:
     from zerofold.launcher.command import CONTEXT_SETTINGS, launch_command
     from zerofold.observe.report import report_command
     from zerofold.plan.command import plan_command
+    from zerofold.simulation.command import simulate_command
     from zerofold.train.command import train_command
     from zerofold.verify import verify_command
 
@@ -43,6 +44,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_global_options)
     app.command("train")(train_command)
+    app.command("simulate")(simulate_command)
     app.command("verify")(verify_command)
     app.command("plan")(plan_command)
     app.command("report")(report_command)

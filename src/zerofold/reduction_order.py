@@ -205,11 +205,11 @@ class ReductionOrder:
 
     @property
     def _teams(self) -> int:
-        return 1 if self.reducer.across is None else self.reducer.across.size
+        return 1 if self.reducer.across is None or self.control.is_alone else self.reducer.across.size
 
     @property
     def _team(self) -> int:
-        return 0 if self.reducer.across is None else self.reducer.across.rank
+        return 0 if self._teams == 1 or self.reducer.across is None else self.reducer.across.rank
 
     def _learn_order(self) -> None:
         """After the first backward, rank 0's order of completion becomes everybody's."""

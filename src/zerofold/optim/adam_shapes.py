@@ -14,14 +14,13 @@ def update(
     tensors: Sequence[AdamTensors], settings: AdamSettings, scale: Tensor | None, clip_value: float | None
 ) -> None:
     """torch's fused kernel reads and writes the same tensors, and takes no memory of its own either."""
-    steps = [torch.empty((), device=each.master.device) for each in tensors]
     torch._fused_adamw_(
         [each.master for each in tensors],
         [each.gradient for each in tensors],
         [each.exp_avg for each in tensors],
         [each.exp_avg_sq for each in tensors],
         [],
-        steps,
+        [],
         lr=settings.lr,
         beta1=settings.beta1,
         beta2=settings.beta2,

@@ -16,7 +16,7 @@ reduce-scatter over several nodes, whose latency grows with the number of nodes;
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,11 +37,10 @@ class Span(NamedTuple):
     nodes: int
 
     @classmethod
-    def of(cls, ranks: Iterable[int], *, per_node: int) -> Span:
-        if isinstance(ranks, range) and ranks.step == 1 and len(ranks):
+    def of(cls, ranks: Sequence[int], *, per_node: int) -> Span:
+        if ranks[-1] - ranks[0] == len(ranks) - 1:  # neighbours: no list of 100,000 has to be looked through
             return cls(len(ranks), ranks[-1] // per_node - ranks[0] // per_node + 1)
-        found = list(ranks)
-        return cls(len(found), len({rank // per_node for rank in found}))
+        return cls(len(ranks), len({rank // per_node for rank in ranks}))
 
     @property
     def axis(self) -> str:
@@ -63,7 +62,7 @@ class Wires:
     inside: Link
     across: Link
     per_node: int = 8
-    steps: str = "ring"
+    steps: str = "tree"
 
     def __post_init__(self) -> None:
         for name, link in (("inside", self.inside), ("across", self.across)):
@@ -74,7 +73,7 @@ class Wires:
         if self.steps not in STEPS:
             raise ValueError(f"steps={self.steps!r} must be one of {', '.join(STEPS)}")
 
-    def span(self, ranks: Iterable[int]) -> Span:
+    def span(self, ranks: Sequence[int]) -> Span:
         return Span.of(ranks, per_node=self.per_node)
 
     def seconds(self, operation: str, nbytes: float, span: Span) -> float:

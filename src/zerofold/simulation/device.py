@@ -1,7 +1,8 @@
 """A device that computes nothing and takes its time: every operation costs what its bytes and arithmetic need.
 
-    seconds of a kernel = the larger of  flops / rate of matrix products  and  bytes / rate of the memory
+    seconds of a kernel = a gap + the larger of  flops / rate that products attain  and  bytes / rate of the memory
 
+The figures are those of the plan (`plan.compute`).
 Operations that only look at memory in another way cost nothing. Tensors may be on the meta device: then numbers that
 a program asks for are 1 (a norm that needs no clipping, a flag that all ranks agree on).
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from zerofold.plan.compute import ATTAINED, KERNEL_GAP
 from zerofold.plan.machine import Machine
 from zerofold.simulation.clocks import VirtualClock
 from zerofold.simulation.memory import LiveBytes, tensors_in
@@ -86,8 +88,8 @@ class ModelledDevice(TorchDispatchMode):
             self.flops += flops
         rate = self.machine.flops if (outputs or inputs)[0].element_size() <= 2 else self.machine.flops_fp32
         moved = _bytes_moved(func, args, kwargs, inputs, outputs)
-        seconds = max(flops / rate, moved / self.machine.memory_rate)
-        self.clock.compute(seconds, launch=self.machine.kernel_seconds)
+        seconds = max(flops / (ATTAINED * rate), moved / self.machine.memory_rate)
+        self.clock.compute(KERNEL_GAP + seconds, launch=self.machine.kernel_seconds)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ It answers what zerofold and FSDP2 ask of a group; anything else raises torch's 
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,11 +58,13 @@ def modelled_world(world: int, network: Network) -> Iterator[None]:
         )
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu", "cuda", "meta"])
+    show_errors = sys.excepthook  # which torch.distributed replaces by one that puts the rank before every line
     dist.init_process_group(BACKEND, rank=0, world_size=world, store=FakeStore(), pg_options=network)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = show_errors
 
 
 def _make(options: Any, network: Network | None) -> ModelledGroup:

@@ -14,10 +14,10 @@ from zerofold.simulation.clocks import Clock, CudaClock, VirtualClock, WallClock
 from zerofold.simulation.device import ModelledDevice
 from zerofold.simulation.engines import ENGINES, Ready, Training
 from zerofold.simulation.group import Network, modelled_world
-from zerofold.simulation.machines import H200
 from zerofold.simulation.result import Simulation
 
 DEVICES = ("meta", "cpu", "cuda")
+_BLOCKS = ("fsdp2", "cpu")
 _WARM = 2  # the first step makes the optimizer's states, the second is the first that knows the order of units
 
 
@@ -27,7 +27,7 @@ class World:
 
     size: int
     wires: Wires
-    machine: Machine = H200
+    machine: Machine
     """What a device computes in which time; of no meaning where time really passes."""
     device: str = "meta"
     is_virtual: bool | None = None
@@ -41,13 +41,17 @@ class World:
 def simulate(training: Training, world: World, *, engine: str = "zerofold", steps: int = 3) -> Simulation:
     """A step of `training` as rank 0 of `world`. torch.distributed must not be initialised.
 
+    >>> import torch.distributed as dist
+    >>> if dist.is_initialized():
+    ...     dist.destroy_process_group()
     >>> from zerofold.plan.machine import Link
+    >>> from zerofold.plan.presets import preset
     >>> from zerofold.plan.wires import Wires
     >>> build = lambda: torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
     >>> loss = lambda model, device: model(torch.ones(8, 64, device=device)).sum()
     >>> training = Training(name="three layers", build=build, loss=loss, batch=8, units=torch.nn.Linear)
     >>> slow = Wires(inside=Link(rate=1e6), across=Link(rate=1e6))
-    >>> found = simulate(training, World(size=8, wires=slow))
+    >>> found = simulate(training, World(size=8, wires=slow, machine=preset("H200")))
     >>> found.exposed_seconds > 0.9 * found.step_seconds
     True
     """
@@ -89,7 +93,7 @@ def simulate(training: Training, world: World, *, engine: str = "zerofold", step
         peak_bytes=found.peak,
         state_bytes=found.states,
         flops=found.flops,
-        notes=found.notes,
+        notes=("FSDP2 waits for every message at once on the CPU",) if (engine, world.device) == _BLOCKS else (),
     )
 
 
@@ -104,7 +108,6 @@ class _Found:
     peak: int | None
     states: dict[str, int]
     flops: float | None = None
-    notes: tuple[str, ...] = ()
 
 
 def _virtual(ready: Ready, modelled: ModelledDevice, network: Network) -> _Found:
@@ -155,7 +158,6 @@ def _real(ready: Ready, network: Network, device: torch.device, steps: int) -> _
         sent=sent,
         peak=peak,
         states=ready.state_bytes(),
-        notes=("FSDP2 waits for every message at once on the CPU",) if device.type == "cpu" else (),
     )
 
 

@@ -1,0 +1,118 @@
+"""Which model is simulated: a GPT by its sizes, a Hugging Face config, or what a function of yours builds."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofold.bench.gpt import GPT, Block, GPTSize
+from zerofold.simulation.engines import Loss
+from zerofold.units import UnitChoice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """How to build it, and its loss for a batch of so many samples."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    loss: Callable[[int], Loss]
+    units: UnitChoice = None
+
+
+def gpt(size: GPTSize, *, checkpointing: bool) -> Model:
+    """The GPT of the benches.
+
+    >>> gpt(GPTSize(), checkpointing=True).name
+    'GPT 8x512'
+    """
+
+    def loss(batch: int) -> Loss:
+        return lambda model, device: model(*_tokens(batch, size.seq, size.vocab, device))
+
+    def build() -> nn.Module:
+        return GPT(size, checkpointing=checkpointing)
+
+    return Model(name=f"GPT {size.layers}x{size.width}", build=build, loss=loss, units=Block)
+
+
+def from_config(path: Path, *, seq: int, checkpointing: bool) -> Model:
+    """A causal language model by the config.json of a Hugging Face folder."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"--model {path}: there is no {file}; give a folder with a config.json, or module:function")
+    try:
+        kind = json.loads(file.read_text()).get("model_type")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"--model {file}: this is no JSON object ({error})") from None
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError(f"--model {path} needs transformers: pip install transformers") from None
+    try:
+        config = AutoConfig.from_pretrained(file.parent if file.name == "config.json" else file)
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"--model {path}: transformers cannot read it: {str(error).splitlines()[0]}") from None
+
+    def build() -> nn.Module:
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.config.use_cache = False
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()
+        return model
+
+    def loss(batch: int) -> Loss:
+        def run(model: nn.Module, device: torch.device) -> Tensor:
+            tokens, _ = _tokens(batch, seq, config.get_text_config().vocab_size, device)
+            result: Tensor = model(input_ids=tokens, labels=tokens).loss
+            return result
+
+        return run
+
+    return Model(name=f"{kind or file.parent.name}", build=build, loss=loss)
+
+
+def from_function(name: str, *, seq: int, vocab: int) -> Model:
+    """What `module:function` returns is called with tokens and targets and gives a loss, or something that has one."""
+    module_name, _, function_name = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # where the user is, as python -m has it
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--model {name}: {error}") from None
+
+    def loss(batch: int) -> Loss:
+        def run(model: nn.Module, device: torch.device) -> Tensor:
+            found = model(*_tokens(batch, seq, vocab, device))
+            result: Tensor = getattr(found, "loss", found)
+            return result
+
+        return run
+
+    return Model(name=name, build=function, loss=loss)
+
+
+def choose(name: str | None, size: GPTSize, *, checkpointing: bool) -> Model:
+    """By what `--model` says; without it, the GPT of the given sizes."""
+    if name is None:
+        return gpt(size, checkpointing=checkpointing)
+    if ":" in name and not Path(name).exists():
+        if checkpointing:
+            raise ValueError(f"--model {name}: --checkpointing is not ours to switch on there; let the function do it")
+        return from_function(name, seq=size.seq, vocab=size.vocab)
+    return from_config(Path(name), seq=size.seq, checkpointing=checkpointing)
+
+
+def _tokens(batch: int, seq: int, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, vocab, (batch, seq + 1), device=device)
+    return tokens[:, :-1], tokens[:, 1:]
