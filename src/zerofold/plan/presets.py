@@ -1,7 +1,8 @@
 """Devices by name, with the figures that their makers publish.
 
 A matrix product reaches less than the published peak, and a kernel less than the published rate of memory: 70% and 75%
-are assumed. Measured are the H200's 16-bit product and its way to the host, and what 16 cores update.
+are assumed. Measured are the H200's 16-bit product and its way to the host, and what 16 cores update; its fp32 product
+follows from the time of a measured step.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Device:
     host_gib: float = 1024
     across: float = 25
     """GB/s each way to another node, for one device: 200 Gb/s."""
-    measured: bool = False
-    """`flops_16` was, and is what is reached."""
+    reached: tuple[float, float] | None = None
+    """TFLOP/s of 16-bit and fp32 products where they were measured."""
 
 
 _DEVICES = {
@@ -45,7 +46,7 @@ _DEVICES = {
     "A10": Device(24, 125, 31.2, 600, 25, 25, per_node=4, host_gib=256, across=12.5),
     "L40S": Device(48, 362, 91.6, 864, 25, 25, across=25),
     "H100": Device(80, 989, 67, 3350, 450, 55, host_gib=2048, across=50),
-    "H200": Device(141e9 / GIB, 792, 67, 4800, 450, 55, host_gib=2048, across=50, measured=True),
+    "H200": Device(141e9 / GIB, 989, 67, 4800, 450, 55, host_gib=2048, across=50, reached=(792, 51)),
     "B200": Device(192e9 / GIB, 2250, 80, 8000, 900, 55, host_gib=2048, across=50),
     "MI300X": Device(192, 1307, 163, 5300, 448, 55, host_gib=2048, across=50),
     "3090": Device(24, 71, 35.6, 936, 12, 25, per_node=1, host_gib=64, across=1.25),
@@ -74,7 +75,7 @@ def preset(name: str, *, devices: int = 1, per_node: int | None = None) -> Machi
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"choose one of {', '.join(preset_names())}"
         raise ValueError(f"--preset {name!r} is not known; {hint}")
     device = _DEVICES[found]
-    reached = 1.0 if device.measured else _REACHED
+    reached_16, reached_32 = device.reached or (_REACHED * device.flops_16, _REACHED * device.flops_32)
     nodes = per_node or device.per_node
     return Machine(
         name=found,
@@ -82,8 +83,8 @@ def preset(name: str, *, devices: int = 1, per_node: int | None = None) -> Machi
         per_node=nodes,
         device_memory=int(device.memory_gib * GIB * _HELD_BACK),
         host_memory=int(device.host_gib * GIB),
-        flops=device.flops_16 * TERA * reached,
-        flops_fp32=device.flops_32 * TERA * _REACHED,
+        flops=reached_16 * TERA,
+        flops_fp32=reached_32 * TERA,
         memory_rate=device.memory_rate * GB * 0.75,
         inside=Link(rate=device.inside * GB, latency=5e-6),
         across=Link(rate=device.across * GB, latency=1e-5),
@@ -108,7 +109,7 @@ def preset_of(device_name: str) -> str | None:
 
 
 def peak_flops(name: str, *, in_16_bit: bool = True) -> float:
-    """What matrix products of a preset's device could reach in a second: as published, or as measured for the H200.
+    """What matrix products of a preset's device could reach in a second, as published: what MFU is a part of.
 
     >>> peak_flops("A100-80")
     312000000000000.0
