@@ -13,8 +13,8 @@ CONFIG, METRICS, LEDGER, TIMELINE = "config.json", "metrics.jsonl", "ledger.json
 
 _HOW_TO_GET = {
     CONFIG: "`zerofold train` writes it at the start of a run",
-    LEDGER: "`zerofold train` writes it when a run ends; one that was killed has none until it goes on with --resume",
-    TIMELINE: "`zerofold train` writes it when a run ends",
+    LEDGER: "`zerofold train` writes it with the lines of metrics.jsonl",
+    TIMELINE: "`zerofold train` writes it when a run ends; one that was killed has none until it goes on with --resume",
 }
 
 

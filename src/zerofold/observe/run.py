@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
+from zerofold.agree import agree
 from zerofold.config import FileMonitor, WandbMonitor
 from zerofold.engine import Engine
 from zerofold.observe.book import book_of, ending, mfu, peak_flops_of, precision_of
@@ -22,14 +25,17 @@ from zerofold.observe.recording import mean_step
 from zerofold.observe.run_files import RunFiles
 
 FLOPS_PER_PARAMETER_AND_TOKEN = 6  # a multiplication and an addition, in forward and twice in backward
+_COUNTED = ("step", "seconds", "tokens_per_second", "skipped_steps")
+"""What a run knows by itself."""
 
 
 class Run:
     """Writes metrics.jsonl, ledger.json and, when it is closed, timeline.json into `folder`. Every rank makes one and
-    calls the same methods; the first rank measures and writes.
+    calls the same methods; the first rank measures and writes. A disk that is full does not end the training: it is
+    said once, and numbers are missing.
 
     every           steps from one line of metrics to the next
-    after           the step that a run goes on from; its lines after that are dropped
+    after           the step that a run goes on from; its lines after that are dropped, with 0 all of them
     flops_per_step  what a step has to compute on one rank, for MFU; by default 6 × parameters × tokens, attention left
                     out
     peak_flops      what a device can compute in a second, for MFU; by default its preset's, where it has one
@@ -78,18 +84,29 @@ class Run:
         self._every, self._flops, self._workload = every, flops_per_step, workload
         self._peak_flops = peak_flops or peak_flops_of(self._engine.device, precision_of(self._engine))
         self.steps, self._tokens, self._losses = after, 0.0, list[Any]()
+        self._first, self._tokens_before = after, 0.0
+        self._unwritten: Callable[[], dict[str, Any]] | None = None
         self._started = self._line_at = time.perf_counter()
-        self._line_tokens = self._line_steps = 0.0
-        self.tokens_per_step = 0.0
-        self.is_closed = False
-        if not self.is_first:
-            return
-        folder = Path(folder)
-        self.files = RunFiles(folder, after=after)
+        self._line_tokens, self._line_steps = 0.0, 0
+        self.is_closed = self._has_warned = False
+        wanted = csv, tensorboard, prometheus, wandb
+        # A folder that cannot be written is known to one rank, and the others would wait for it.
+        agree(self._engine.groups.control, lambda: self._open(Path(folder), after, wanted) if self.is_first else None)
+        if self.is_first:
+            self._recording = self._ledger.record()
+            self._seconds_before, self._steps_before = dict(self._recording.tape.seconds), 0
+
+    def _open(self, folder: Path, after: int, wanted: tuple[Any, ...]) -> None:
+        if self._engine.clock.tape is not None:
+            raise RuntimeError("this model is being recorded already: close its zf.Run, or stop that recording, first")
         self._ledger = Ledger(self._engine)
-        self._recording = self._ledger.record()
-        self._seconds_before, self._steps_before = dict(self._recording.tape.seconds), 0
-        self._writers = _writers(folder, csv, tensorboard, prometheus, wandb)
+        try:
+            self.files = RunFiles(folder, after=after)
+        except OSError as error:
+            raise ValueError(f"{folder} cannot be a run folder ({error.strerror}): name another") from error
+        self._tokens = self._tokens_before = self.files.last_number("tokens")
+        self._started -= self.files.last_number("seconds")
+        self._writers = _writers(folder, *wanted)
 
     def __enter__(self) -> Run:
         return self
@@ -110,34 +127,47 @@ class Run:
 
         `tokens` (or samples) are those of all ranks in this step. Other `values` go into the line as they are.
         """
+        if self.is_closed:
+            raise RuntimeError(
+                "this run is closed: make another zf.Run for further steps, with after= for the same folder"
+            )
+        if taken := [name for name in _COUNTED if name in values]:
+            raise ValueError(f"{taken[0]}= is counted by the run itself: leave it out, or give it another name")
         self.count(tokens)
         if not self.is_first:
             return
         if loss is not None:
             self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
+        self._unwritten = lambda: {"lr": _plain(lr), **{name: _plain(value) for name, value in values.items()}}
         if self.steps % self._every == 0:
-            info = self._engine.last_step
-            losses = [float(value) for value in self._losses]  # here, and not in every step: it waits for the device
-            self._losses = []
-            self.line(
-                {
-                    "step": self.steps,
-                    "seconds": time.perf_counter() - self._started,
-                    "loss": sum(losses) / len(losses) if losses else None,
-                    "lr": lr,
-                    "tokens": self._tokens,
-                    "tokens_per_second": self._line_tokens / max(1e-9, time.perf_counter() - self._line_at),
-                    "skipped_steps": 0 if info is None else info.skipped_total,
-                    **values,
-                }
-            )
+            self._write_steps()
+
+    def _write_steps(self) -> None:
+        """A line for the steps since the line before."""
+        if self._unwritten is None:
+            return
+        info, now = self._engine.last_step, time.perf_counter()
+        losses = [float(value) for value in self._losses]  # here, and not in every step: it waits for the device
+        given, self._losses, self._unwritten = self._unwritten(), [], None
+        self.line(
+            {
+                "step": self.steps,
+                "seconds": now - self._started,
+                "loss": sum(losses) / len(losses) if losses else None,
+                "lr": given.pop("lr"),
+                "tokens": self._tokens,
+                "tokens_per_second": self._line_tokens / max(1e-9, now - self._line_at),
+                "skipped_steps": 0 if info is None else info.skipped_total,
+                **given,
+            }
+        )
 
     def count(self, tokens: float) -> None:
         """One step more, without a line."""
         self.steps += 1
         self._tokens += tokens
         self._line_tokens += tokens
-        self.tokens_per_step = tokens
+        self._line_steps += 1
 
     def line(self, values: dict[str, Any], snapshot: dict[str, Any] | None = None) -> dict[str, Any]:
         """Writes `values` with what was measured since the line before; on the first rank only. Returns all of it.
@@ -148,31 +178,49 @@ class Run:
         tape = self._recording.tape
         spent = {name: seconds - self._seconds_before[name] for name, seconds in tape.seconds.items()}
         times = mean_step(spent, tape.steps - self._steps_before)
+        flops = self._flops_of(self._line_tokens / max(1, self._line_steps))
         self._seconds_before, self._steps_before = dict(tape.seconds), tape.steps
-        self._line_at, self._line_tokens = time.perf_counter(), 0.0
+        self._line_at, self._line_tokens, self._line_steps = time.perf_counter(), 0.0, 0
         seconds = times.pop("step")
         line = {
             **values,
             "state_bytes": values.get("state_bytes", snapshot["state_bytes"]),
             "comm_bytes": values.get("comm_bytes", snapshot["comm_bytes"]),
             "step_seconds": seconds,
-            "mfu": mfu(self.flops_per_step, seconds, self._peak_flops),
+            "mfu": mfu(flops, seconds, self._peak_flops),
             "time": times,
             "peak_bytes": self._recording.peak_bytes(),
         }
-        self.files.line(line)
-        self.files.ledger(self._book(snapshot))
+        self._try(lambda: self.files.line(line))
+        self._try(lambda: self.files.ledger(self._book(snapshot)))
         events = list(_events(line))
         for writer in self._writers:
-            writer.write(events)
+            self._try(partial(writer.write, events))
         return line
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """The other ranks are in the next step already: an error here would leave them waiting."""
+        try:
+            write()
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                text = f"numbers of this run are missing in {self.files.folder}: {error}; the training goes on"
+                warnings.warn(text, stacklevel=5)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of the mean step."""
+        return (self._tokens - self._tokens_before) / max(1, self.steps - self._first)
 
     @property
     def flops_per_step(self) -> float | None:
-        if self._flops is not None or not self.tokens_per_step:
+        return self._flops_of(self.tokens_per_step)
+
+    def _flops_of(self, tokens: float) -> float | None:
+        if self._flops is not None or not tokens:
             return self._flops
-        tokens = self.tokens_per_step / self._engine.groups.control.size
-        return FLOPS_PER_PARAMETER_AND_TOKEN * self._engine.psi * tokens
+        return FLOPS_PER_PARAMETER_AND_TOKEN * self._engine.psi * tokens / self._engine.groups.control.size
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -180,8 +228,10 @@ class Run:
         if not self.is_first or self.is_closed:
             yield
             return
+        begin = time.perf_counter()
         with self._recording.paused():
             yield
+        self._line_at += time.perf_counter() - begin
 
     def close(self) -> list[str]:
         """Writes what is left. Returns a few lines about where the time went, on the first rank; a second time none."""
@@ -190,16 +240,17 @@ class Run:
             return []
         self.is_closed = True
         self._recording.stop()
+        self._write_steps()
         snapshot = self._ledger.snapshot()
-        self.files.timeline(self._ledger.trace())
+        self._try(lambda: self.files.timeline(self._ledger.trace()))
         book = self._book(snapshot)
-        self.files.ledger(book)
+        self._try(lambda: self.files.ledger(book))
         if self._workload is not None:
             book = self._book(snapshot, self._workload())
-            self.files.ledger(book)
-        self.files.close()
+            self._try(lambda: self.files.ledger(book))
+        self._try(self.files.close)
         for writer in self._writers:
-            writer.close()
+            self._try(writer.close)
         return ending(book)
 
     def _book(self, snapshot: dict[str, Any], workload: Workload | None = None) -> dict[str, Any]:
@@ -244,3 +295,14 @@ def _events(line: dict[str, Any]) -> Iterator[Event]:
         for part, number in rows:
             if isinstance(number, int | float) and not isinstance(number, bool) and name != "step":
                 yield Event(f"train/{name}/{part}".rstrip("/"), float(number), step)
+
+
+def _plain(value: Any) -> Any:
+    """A number that a line can hold, of a tensor with one.
+
+    >>> _plain(Tensor([0.5])), _plain("text")
+    (0.5, 'text')
+    """
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    return value.item() if type(value).__module__ == "numpy" and value.size == 1 else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,20 @@ class RunFiles:
         self.folder = folder
         kept = _lines_until(folder / METRICS_FILE, after)
         _write(folder / METRICS_FILE, "".join(kept))
+        self._last: dict[str, Any] = json.loads(kept[-1]) if kept else {}
         self._metrics = (folder / METRICS_FILE).open("a")
 
+    def last_number(self, name: str) -> float:
+        """Of the last line that was kept, for a run that goes on; 0 where there is none."""
+        found = self._last.get(name)
+        return found if isinstance(found, int | float) and math.isfinite(found) else 0.0
+
     def line(self, values: dict[str, Any]) -> None:
+        path = self.folder / METRICS_FILE
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._metrics.fileno())):
+            raise FileNotFoundError(f"{path} is gone: removed, or another run writes into this folder")
         # Flushed, so that a run that is stopped or killed keeps what it had shown.
-        self._metrics.write(json.dumps(values) + "\n")
+        self._metrics.write(json.dumps(values, default=str) + "\n")
         self._metrics.flush()
 
     def config(self, config: dict[str, Any]) -> None:
