@@ -43,8 +43,8 @@ def expected(place: Mapping[str, int]) -> dict[str, list[str]]:
 
 
 def lines_of(possible: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """All lines, the peak last."""
-    return [line for line in next(iter(possible.values())) if line != PEAK] + [PEAK]
+    """All lines, the peak first."""
+    return [PEAK] + [line for line in next(iter(possible.values())) if line != PEAK]
 
 
 def type_in(page: Page, name: str, value: object) -> None:
@@ -178,6 +178,6 @@ def test_a_plan_alone_is_drawn_without_sliders(page: Page, tmp_path: Path) -> No
     write_page({"stages": stages, "recommended": "2", "title": "<b>7.5B"}, tmp_path / "plan.html")
     page.open(tmp_path / "plan.html")
     page.assert_sound(tmp_path / "plan.html")
-    assert [row[-1]["text"] for row in page.table("numbers")] == ["120 GB", "31.4 GB", "16.6 GB", "1.88 GB"]
+    assert [row[1]["text"] for row in page.table("numbers")] == ["120 GB", "31.4 GB", "16.6 GB", "1.88 GB"]
     assert page.js("document.querySelector('.recommended').dataset.row") == "2"
     assert page.js("document.querySelector('h1').textContent") == "<b>7.5B"

@@ -92,14 +92,15 @@ function show() {
   const cell = (value) => value === undefined ? DASH :
     { text: inFull ? big(value) : bytes(Number(value)), title: `${big(value)} bytes` };
   const peaks = known.some((row) => PEAK in row.values);
-  numbers.replaceChildren(table([["row", "text"], ...lines.map((line) => [line]), [peaks ? "peak" : "sum"], ...elsewhere.map((tier) => [`on the ${tier}`])],
-    known.map((row) => [{ text: row.name, small: row.detail, class: "wrap" }, ...lines.map((line) => cell(row.values[line])), cell(row.peak),
+  // What decides stands first: the lines go out of sight on a small screen.
+  numbers.replaceChildren(table([["row", "text"], [peaks ? "needed" : "sum"], ...lines.map((line) => [line]), ...elsewhere.map((tier) => [`on the ${tier}`])],
+    known.map((row) => [{ text: row.name, small: row.detail, class: "wrap" }, cell(row.peak), ...lines.map((line) => cell(row.values[line])),
       ...elsewhere.map((tier) => cell(row.values[tier]))]), { id: "numbers" }));
 }
 
 const limitText = data.device_memory ? ` A device has ${bytes(data.device_memory)}: the dashed line, where it is in sight.` : "";
 const peakText = data.rows.some((row) => PEAK in row.bytes) || data.formulas ?
-  " The upright mark and the number are the peak: not all parts are there at once." : "";
+  " The upright mark and the number are what a device needs, its peak and the reserve: not all parts are there at once." : "";
 page.append(...[
   h("h1", {}, data.title), h("p", { class: "lead" }, data.lead),
   ...data.notes.map((note) => h("p", { class: "explain" }, note)),

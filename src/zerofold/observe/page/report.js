@@ -111,7 +111,7 @@ function communication() {
 function held() {
   const columns = [];
   if (Object.keys(data.state_bytes).length) columns.push(["at the end", data.state_bytes]);
-  if (Object.keys(data.peak_state_bytes).length) columns.push(["at the peak", data.peak_state_bytes]);
+  if (Object.keys(data.peak_state_bytes).length) columns.push(["each at its own peak", data.peak_state_bytes]);
   for (const [tier, sizes] of Object.entries(data.tier_bytes)) if (Object.keys(sizes).length) columns.push([`on ${tier}`, sizes]);
   if (!columns.length) return null;
   const names = [...new Set(columns.flatMap(([, sizes]) => Object.keys(sizes)))];
@@ -120,7 +120,8 @@ function held() {
   return section("Memory by state", "Bytes of this rank.",
     legend(names.map((name) => [name, color(name)])),
     columns.map(([title, sizes]) => h("div", { style: "margin:0 0 8px" },
-      h("div", { style: "font-size:13px" }, `${title}: ${bytes(total(sizes))}`),
+      // Peaks of different moments have no sum.
+      h("div", { style: "font-size:13px" }, sizes === data.peak_state_bytes ? title : `${title}: ${bytes(total(sizes))}`),
       stackedBar(Object.entries(sizes).map(([name, value]) => [name, value, color(name), bytes(value)]), largest))),
     table([["state", "text"], ...columns.map(([title]) => [title])],
       names.map((name) => [name, ...columns.map(([, sizes]) => sized(sizes[name] ?? null))]), { id: "states" }));

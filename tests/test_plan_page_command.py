@@ -1,0 +1,94 @@
+"""What a reader sees after moving the sliders is what `zerofold plan --json` says for those numbers, to the byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from browser import Page
+from test_plan_command import invoke, planned
+from test_plan_page import shown, type_in
+
+GPT = ["--layers", "6", "--hidden", "320", "--heads", "5", "--vocab", "50257", "--checkpoint-every", "1"]
+LLAMA = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 700, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 512,
+    "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+POSITIONS = [(1, 1, 1), (8, 3, 1000), (24, 2, 2048), (1001, 7, 4097), (100_000, 512, 65_536)]
+
+
+def built() -> tuple[nn.Module, Callable[[int], torch.Tensor]]:
+    model = nn.Sequential(
+        nn.Linear(96, 300), nn.GELU(), nn.Linear(300, 96), nn.Sequential(nn.Linear(96, 77), nn.Tanh())
+    )
+    return model, lambda batch: torch.zeros(batch, 96)
+
+
+def asked(model: list[str], devices: int, batch: int, sequence: int | None) -> list[str]:
+    length = [] if sequence is None else ["--seq", str(sequence)]
+    return [*model, *length, "--world-size", str(devices), "--micro-batch", str(batch)]
+
+
+def rows_of(plan: dict[str, Any]) -> dict[str, list[str]]:
+    """The page's table as it must be."""
+    rows = [row for row in plan["stages"] + plan["offloaded"] if row["tiers"] != "auto"]
+    lines = [line for line in rows[0]["held_bytes"] if line != "init peak" and any(r["held_bytes"][line] for r in rows)]
+    away = [name for name in ("host_bytes", "disk_bytes") if any(sum(row[name].values()) for row in rows)]
+    return {
+        name_of(row): [
+            f"{size:,} bytes"
+            for size in (
+                row["device_need_bytes"],
+                *(row["held_bytes"][line] for line in lines),
+                *(sum(row[name].values()) for name in away),
+            )
+        ]
+        for row in rows
+    }
+
+
+def name_of(row: dict[str, Any]) -> str:
+    name = f"stage {row['stage']}" if isinstance(row["stage"], int) else row["stage"]
+    tiers = {}
+    for state in ("parameters", "gradients", "optimizer"):
+        tiers.setdefault(row["tiers"][state], []).append(state)
+    return name + ", ".join(f"{' and '.join(tiers[tier])} on {tier}" for tier in ("host", "nvme") if tier in tiers)
+
+
+def compare(page: Page, file: Path, model: list[str], position: tuple[int, int, int], *, has_sequence: bool) -> None:
+    devices, batch, sequence = position
+    for name, value in (("devices", devices), ("batch", batch), *([("sequence", sequence)] if has_sequence else [])):
+        type_in(page, name, value)
+    assert shown(page) == rows_of(planned(*asked(model, devices, batch, sequence if has_sequence else None)))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path / "config.json"
+
+
+@pytest.mark.parametrize("kind", ["params", "layers", "config", "function"])
+def test_the_page_says_what_the_command_says(page: Page, tmp_path: Path, config: Path, kind: str) -> None:
+    model = {
+        "params": ["--params", "7.5e9"],
+        "layers": GPT,
+        "config": ["--model", str(config)],
+        "function": ["--function", "test_plan_page_command:built"],
+    }[kind]
+    file = tmp_path / "plan.html"
+    result = invoke(*asked(model, 64, 4, None), "--html", str(file))
+    assert result.exit_code == 0, result.output
+    page.open(file)
+    has_sequence = bool(page.js("document.getElementById('field-sequence') !== null"))
+    assert has_sequence == (kind in ("params", "layers"))
+    for position in POSITIONS if has_sequence else POSITIONS[1:3]:  # a trace takes seconds
+        compare(page, file, model, position, has_sequence=has_sequence)
+    page.assert_sound(file)
