@@ -153,6 +153,7 @@ def test_a_function_is_built_on_the_meta_device(tmp_path: Path, monkeypatch: pyt
         "    return {name: torch.zeros(batch, 16, dtype=torch.long, device='meta') for name in names}\n"
         "def both():\n    return GPT(size), example\n"
         "def number():\n    return 7\n"
+        "def nameless():\n    return GPT(size), lambda batch: torch.zeros(batch, 16)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     both, bare = (planned("--function", f"planned_model:{name}") for name in ("both", "bare"))
@@ -166,6 +167,7 @@ def test_a_function_is_built_on_the_meta_device(tmp_path: Path, monkeypatch: pyt
     assert bare["stages"][0]["held_bytes"]["working activations"] == 0
     assert "activations are not counted" in bare["model"]["notes"][0]
     assert "returned a int" in invoke("--function", "planned_model:number").stderr
+    assert "the example returned a Tensor" in invoke("--function", "planned_model:nameless").stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,33 @@ def test_an_error_in_the_loop_is_the_one_seen_and_the_folder_is_whole(ranks: Ran
     assert [line["step"] for line in lines(tmp_path)] == [2, 3]
     assert json.loads((tmp_path / "ledger.json").read_text())["steps"] == 3
     assert (tmp_path / "timeline.json").exists()
+
+
+def test_what_other_programs_read(ranks: RankPool, tmp_path: Path) -> None:
+    """TensorBoard and Prometheus' own parsers read what is written, where they are installed."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    parser = pytest.importorskip("prometheus_client.parser")
+    prom, odd = tmp_path / "x.prom", tmp_path / 'a "name" \\ é'
+    values = {"odd name-é": 1.0, "odd name_é": 2.0}
+    ranks(1, trained, odd, 4, every=2, values=values, tensorboard=True, prometheus=prom)
+    events = accumulator.EventAccumulator(str(odd / "tensorboard"))
+    events.Reload()
+    expected = [(line["step"], pytest.approx(line["loss"])) for line in lines(odd)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == expected
+    found = {family.name: family.samples for family in parser.text_string_to_metric_families(prom.read_text())}
+    assert all(len(samples) == 1 for samples in found.values()), "a metric is written once"
+    assert found["zerofold_train_loss"][0].value == lines(odd)[-1]["loss"]
+    assert found["zerofold_train_loss"][0].labels == {"run": odd.name}
+
+
+def test_weights_and_biases_gets_the_numbers(ranks: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    ranks(1, offline, tmp_path)
+    written = list(tmp_path.rglob("*.wandb"))
+    assert len(written) == 1
+    assert b"train/loss" in written[0].read_bytes()
+
+
+def offline(folder: Path) -> None:
+    with patch.dict(os.environ, {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}):
+        trained(folder / "run", 2, every=1, wandb="a project")

@@ -17,6 +17,7 @@ from zerofold.plan.presets import preset_of
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 MIB = 2**20
+_SAID = {"gather": "parameters", "reduce": "gradients", "other": "norm and other agreements"}
 
 
 def book_of(
@@ -115,10 +116,10 @@ def ending(book: dict[str, Any]) -> list[str]:
     waiting = sum(exposed.values())
     shown = ", ".join(f"{name} {seconds / times['step']:.0%}" for name, seconds in parts.items())
     utilised = "" if book["mfu"] is None else f", MFU {book['mfu']:.1%}"
-    named = ", ".join(f"{name} {seconds / times['step']:.1%}" for name, seconds in exposed.items())
+    named = ", ".join(f"{_SAID[name]} {seconds / times['step']:.1%}" for name, seconds in exposed.items())
     lines = [
         f"A step took {1000 * times['step']:.1f} ms: {shown}{utilised}.",
-        f"Communication that nothing hid: {waiting / times['step']:.1%} ({named}).",
+        f"Communication that nothing hid: {waiting / times['step']:.1%} of a step ({named}).",
     ]
     compared = [row for row in book["predicted"] if row["unit"] == BYTES and row["measured"] is not None]
     if compared:

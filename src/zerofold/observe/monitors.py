@@ -113,18 +113,18 @@ class PrometheusWriter:
 
     def write(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._latest[event.name] = event
+            # By the metric: the collector refuses a file that has one twice, and "a b" and "a-b" are one.
+            self._latest["zerofold_" + re.sub(r"[^a-zA-Z0-9_]", "_", event.name).lower()] = event
         if not self._latest:
             return
         lines = []
-        for name, event in self._latest.items():
-            metric = "zerofold_" + re.sub(r"[^a-zA-Z0-9_]", "_", name).lower()
-            lines += self._metric(metric, f"{name} of a training run, the latest value.", event.value)
+        for metric, event in self._latest.items():
+            lines += self._metric(metric, f"{_escaped(event.name)} of a training run, the latest value.", event.value)
         steps = max(event.samples for event in self._latest.values())
         lines += self._metric("zerofold_step", "Optimizer steps, or samples, until now.", steps)
         # The collector may read at any moment, and takes every *.prom it finds: so another ending until it is whole.
         new = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
-        new.write_text("\n".join(lines) + "\n")
+        new.write_text("\n".join(lines) + "\n", encoding="utf-8")
         new.replace(self._path)
 
     def close(self) -> None:

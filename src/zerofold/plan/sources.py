@@ -147,7 +147,12 @@ def from_function(
     if example is None and hasattr(config, "model_type"):
         example, tokens = example_for(config, seq)
     elif example is not None and seq is None:
-        sizes = [tensor.shape[1] for tensor in example(1).values() if isinstance(tensor, Tensor) and tensor.dim() == 2]
+        inputs = example(1)
+        if not isinstance(inputs, dict):
+            raise ValueError(
+                f"--function {name}: the example returned a {type(inputs).__name__}; return forward's arguments by name"
+            )
+        sizes = [tensor.shape[1] for tensor in inputs.values() if isinstance(tensor, Tensor) and tensor.dim() == 2]
         tokens = max(sizes, default=1)
     return _with_numbers(_shape(Traced(model, example, tokens), name, "function", precision, checkpoint_every), model)
 

@@ -314,5 +314,6 @@ def summary(result: Result, options: TrainOptions, ending: list[str]) -> str:
         f"Loss {result.first_loss:.3f} at the start, {result.loss:.3f} at the end, "
         f"{result.validation_loss or math.nan:.3f} on text it has not seen.\n"
         f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s. "
-        f"Metrics: {options.out / METRICS_FILE}\n" + "\n".join(ending)
+        f"Metrics: {options.out / METRICS_FILE}; a page that shows them: zerofold report {options.out}\n"
+        + "\n".join(ending)
     ).rstrip()
