@@ -16,6 +16,10 @@ def book(times: dict[str, float] | None = None, **values: Any) -> dict[str, Any]
     return {"time": spent, "stage": "3", "world": 8, "precision": "bf16", "wire": "bf16", "steps": 100, **values}
 
 
+def line(name: str, predicted: float, measured: float) -> dict[str, Any]:
+    return {"line": name, "where": "device", "unit": "bytes", "predicted": predicted, "measured": measured}
+
+
 @pytest.mark.parametrize(
     ("calls", "does_not", "says"),
     [
@@ -28,11 +32,17 @@ def book(times: dict[str, float] | None = None, **values: Any) -> dict[str, Any]
         (book({"host": 0.3}), book({"host": 0.1}), "'device_share'"),
         (book({"disk": 0.3}), book({"disk": 0.1}), "The disk keeps"),
         (book({"update": 0.2}), book({"update": 0.1}), "The update takes 20%"),
-        (book({"update": 0.2}, precision="fp32"), book({"update": 0.2}), "one_pass=True"),
+        (
+            book({"update": 0.2}, precision="fp32", could_update_in_one_pass=True),
+            book({"update": 0.2}, could_update_in_one_pass=True),
+            "one_pass=True",
+        ),
+        (book({"update": 0.2}, precision="fp32"), book({"update": 0.1}, precision="fp32"), "20% of a step: let more"),
+        (book({"gather": 0.2}), book({"gather": 0.2}, stage="hpz"), 'stage="hpz"'),
         (
             book(device_memory=80 * GIB, peak_bytes={"device": 20 * GIB}),
             book(device_memory=80 * GIB, peak_bytes={"device": 60 * GIB}),
-            "a lower stage than 3",
+            "or stage 2 where",
         ),
         (
             book(device_memory=80 * GIB, peak_bytes={"device": 20 * GIB}, tier_bytes={"host": {"optimizer": 1}}),
@@ -44,7 +54,22 @@ def book(times: dict[str, float] | None = None, **values: Any) -> dict[str, Any]
         (
             book(predicted=[{"line": "peak", "where": "device", "unit": "bytes", "predicted": 100, "measured": 120}]),
             book(predicted=[{"line": "peak", "where": "device", "unit": "bytes", "predicted": 100, "measured": 105}]),
-            "wrong by 20% about peak",
+            "peak on the device took 20% more than planned",
+        ),
+        (
+            book(predicted=[line("peak", 100, 80), line("tiny", 0.1, 0.3)]),
+            book(predicted=[line("peak", 100, 95), line("tiny", 0.1, 0.3)]),
+            "peak on the device took 20% less than planned",
+        ),
+        (
+            book(predicted=[line("peak", 100, 50), line("optimizer", 40, 50)]),
+            book(predicted=[line("peak", 100, 50), line("optimizer", 50, 50)]),
+            "optimizer on the device took 25% more",
+        ),
+        (  # stages 1 and 2 send no more than 0
+            book(device_memory=80 * GIB, peak_bytes={"device": 20 * GIB}, stage="2"),
+            book(device_memory=80 * GIB, peak_bytes={"device": 20 * GIB}, stage="3"),
+            "a larger batch makes better use of it",
         ),
     ],
 )

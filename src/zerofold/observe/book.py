@@ -12,6 +12,7 @@ from zerofold.observe.ledger import Ledger
 from zerofold.observe.predicted import BYTES, Workload, predictions
 from zerofold.observe.recording import Recording
 from zerofold.offload.budget import device_memory
+from zerofold.optim.adam import why_not_one_pass
 from zerofold.plan.presets import peak_flops as preset_flops
 from zerofold.plan.presets import preset_of
 
@@ -48,6 +49,10 @@ def book_of(
         "psi": snapshot["psi"],
         "steps": steps,
         "recorded_steps": recording.steps,
+        "could_update_in_one_pass": all(
+            why_not_one_pass(optimizer) is None and not optimizer.defaults.get("fused")
+            for optimizer in engine.optimizers
+        ),
         "skipped_steps": 0 if info is None else info.skipped_total,
         "tokens_per_step": tokens_per_step,
         "flops_per_step": flops_per_step,

@@ -11,6 +11,7 @@ SLOW_UPDATE = 0.15
 FEW_BYTES = 0.50  # of the device's memory
 MANY_SKIPS = 0.02  # of the steps
 WRONG_BY = 0.10  # a prediction
+FEW_OF_ALL = 0.01  # of the largest line: what is less matters to nobody
 
 Book = Mapping[str, Any]
 """What ledger.json holds."""
@@ -45,8 +46,9 @@ def _gather(book: Book) -> _Hint | None:
     if book.get("stage") in ("0", "1", "2", "dp"):
         fix = "fetching what other ranks have updated takes longer than the first units compute: use a larger batch"
     else:
-        fix = "raise live_bytes, so that more units are fetched ahead, or choose larger units; over several nodes "
-        fix += 'stage="hpz" gathers inside a node in backward'
+        fix = "raise live_bytes, so that more units are fetched ahead, or choose larger units"
+        if book.get("stage") == "3":
+            fix += '; over several nodes stage="hpz" gathers inside a node in backward'
     return part, f"Gathering parameters keeps a step waiting for {part:.0%} of its time: {fix}."
 
 
@@ -98,7 +100,8 @@ def _update(book: Book) -> _Hint | None:
     fix = "let more micro-batches make a step (accumulate)"
     if book.get("stage") in ("0", "dp"):
         fix = "stage 1 and higher give each rank only its part to update; or " + fix
-    if book.get("precision") not in ("bf16", "fp16"):  # which update in one pass by themselves
+    # In 16 bits it is one pass by itself.
+    if book.get("precision") not in ("bf16", "fp16") and book.get("could_update_in_one_pass"):
         fix = "one_pass=True or fused=True updates in one pass over memory; or " + fix
     return part, f"The update takes {part:.0%} of a step: {fix}."
 
@@ -120,8 +123,8 @@ def _room(book: Book) -> _Hint | None:
     free, stage = f"{peak / memory:.0%} of the device's memory was used", book.get("stage")
     if any((book.get("tier_bytes") or {}).get(tier) for tier in ("host", "nvme")):
         return 0.0, f"At most {free}: keep more states on the device ('reserve' of offload=, or a smaller part)."
-    if stage not in (None, "0") and book.get("world", 1) > 1:
-        return 0.0, f"At most {free}: a larger batch, or a lower stage than {stage}, sends less for each sample."
+    if stage == "3" and book.get("world", 1) > 1:  # the others send two thirds of what it does
+        return 0.0, f"At most {free}: a larger batch, or stage 2 where its parameters fit, sends less for each sample."
     return 0.0, f"At most {free}: a larger batch makes better use of it."
 
 
@@ -136,19 +139,21 @@ def _skips(book: Book) -> _Hint | None:
 
 
 def _predicted(book: Book) -> _Hint | None:
+    rows = [row for row in book.get("predicted") or () if row.get("unit") == "bytes" and row.get("measured")]
+    least = FEW_OF_ALL * max((row["measured"] for row in rows), default=0)
     wrong = [
-        (abs(row["measured"] / row["predicted"] - 1), row)
-        for row in book.get("predicted") or ()
-        if row.get("predicted") and row.get("measured") and row.get("unit") == "bytes"
+        (row["measured"] / row["predicted"] - 1, row)
+        for row in rows
+        if row.get("predicted") and max(row["measured"], row["predicted"]) >= least
     ]
-    worst = max(wrong, key=lambda each: each[0], default=None)
-    if worst is None or worst[0] <= WRONG_BY:
+    # Too little is what ends a run: it comes before any that was too much.
+    by, row = max(wrong, key=lambda each: (each[0] > WRONG_BY, abs(each[0])), default=(0.0, {}))
+    if abs(by) <= WRONG_BY:
         return None
-    by, row = worst
-    return 0.0, (
-        f"The plan was wrong by {by:.0%} about {row['line']} on the {row['where']}: leave that much room when you plan "
-        "the next run of this model."
-    )
+    what = f"Measured: {row['line']} on the {row['where']}"
+    if by > 0:
+        return 0.0, f"{what} took {by:.0%} more than planned: leave that much room in the next plan of this model."
+    return 0.0, f"{what} took {-by:.0%} less than planned: there is room for more than the plan of this model says."
 
 
 _RULES: tuple[Callable[[Book], _Hint | None], ...] = (
