@@ -147,9 +147,10 @@ def _predicted(book: Book) -> _Hint | None:
         if row.get("predicted") and max(row["measured"], row["predicted"]) >= least
     ]
     # Too little is what ends a run: it comes before any that was too much.
-    by, row = max(wrong, key=lambda each: (each[0] > WRONG_BY, abs(each[0])), default=(0.0, {}))
-    if abs(by) <= WRONG_BY:
+    worst = max(wrong, key=lambda each: (each[0] > WRONG_BY, abs(each[0])), default=None)
+    if worst is None or abs(worst[0]) <= WRONG_BY:
         return None
+    by, row = worst
     what = f"Measured: {row['line']} on the {row['where']}"
     if by > 0:
         return 0.0, f"{what} took {by:.0%} more than planned: leave that much room in the next plan of this model."

@@ -80,7 +80,7 @@ function timeBar() {
   const MEANS = {
     compute: "forward and backward", gather: "waiting for parameters", reduce: "waiting for gradients",
     host: "waiting for the host", disk: "waiting for the disk", update: "the optimizer's step",
-    other: "other waits", rest: "claimed by none of them",
+    other: "waiting for the norm and other agreements", rest: "claimed by none of them",
   };
   return section("Where the time went",
     `The mean step took ${seconds(step)}. Communication that runs behind compute takes no time here.`,
