@@ -85,6 +85,24 @@ def test_events_are_read_when_the_device_has_come_to_them_and_used_again() -> No
     assert max(kept[5:]) == min(kept[5:]) > 0  # the number of events does not grow
 
 
+def test_spans_are_true_however_late_they_are_read() -> None:
+    """A gather that is waited for in the next step, whose first stamp is that step's no more."""
+    events, began = Events(), None
+    tape = Tape(CPU, stamps=events, keep=2)
+    for _ in range(10):
+        if began is not None:
+            tape.on_wire(GATHER, "a", began, 8)
+        events.clock += 3.0
+        began = tape.stamp()
+        events.clock += 1.0
+        tape.end_step()
+        events.reached = events.clock
+    tape.read()
+    wires = [span for step in tape.last_steps for span in step.spans]
+    first = tape.last_steps[0].begin
+    assert [(span.begin - first, span.end - first) for span in wires] == [(-1.0, 0.0), (3.0, 4.0)]
+
+
 def test_an_update_that_raised_does_not_go_on() -> None:
     events = Events()
     tape = Tape(CPU, stamps=events)

@@ -93,6 +93,8 @@ class _Step:
     samples: list[tuple[Stamp, dict[str, int]]] = field(default_factory=list)
     stamps: list[Stamp] = field(default_factory=list)  # all that were taken
     last: Stamp = None
+    begin: float = 0.0  # on the host's clock, when it has been taken in
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Tape:
@@ -116,7 +118,8 @@ class Tape:
         """That are over and read."""
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         """Of all of them together."""
-        self.last_steps: deque[StepTimes] = deque(maxlen=keep)
+        self._kept: deque[_Step] = deque()
+        self._keep = keep
         self.sample: Callable[[Any], dict[str, int]] | None = None
         """What the memory holds when a unit (or None: any) has just changed something."""
         self.after_step: Callable[[], None] | None = None
@@ -269,21 +272,31 @@ class Tape:
             self.seconds[category] += spent
         self.steps += 1
 
-        def clock(stamp: Stamp) -> float:
-            return stamp if isinstance(stamp, float) else self._begin + after(step.first, stamp)
+        step.begin, step.seconds = self._begin_of(step), seconds
+        self._begin = step.begin + after(step.first, step.last)
+        self._kept.append(step)
+        # A gather that was begun in one step may be waited for in the next: its stamps are needed for so long.
+        while len(self._kept) > (self._keep if self.traces else 0):
+            self._stamps.take_back(self._retired)
+            gone = self._kept.popleft()
+            self._retired = [gone.first, *gone.stamps]
 
-        # On the host's clock stamps are its own seconds; a device's count from the beginning of the step.
-        begin = clock(step.first)
-        end = clock(step.last)
-        if self.traces:
-            spans = [_read_span(span, clock) for span in step.spans]
-            samples = [Sample(clock(stamp), nbytes) for stamp, nbytes in step.samples]
-            everything = spans + step.beside
-            self.last_steps.append(StepTimes(begin, end, seconds, everything, samples))
-        self._begin = end
-        # One step later: a gather that was begun in this one may be waited for in the next.
-        self._stamps.take_back(self._retired)
-        self._retired = [step.first, *step.stamps]
+    @property
+    def last_steps(self) -> list[StepTimes]:
+        """Read anew each time, and only then: while a model trains nobody looks at spans."""
+        return [self._times_of(step) for step in self._kept]
+
+    def _times_of(self, step: _Step) -> StepTimes:
+        def clock(stamp: Stamp) -> float:
+            return stamp if isinstance(stamp, float) else step.begin + self._stamps.after(step.first, stamp)
+
+        spans = [_read_span(span, clock) for span in step.spans]
+        samples = [Sample(clock(stamp), nbytes) for stamp, nbytes in step.samples]
+        return StepTimes(step.begin, clock(step.last), step.seconds, spans + step.beside, samples)
+
+    def _begin_of(self, step: _Step) -> float:
+        """The host's stamps are its own seconds; a device's count from the end of the step before."""
+        return step.first if isinstance(step.first, float) else self._begin
 
 
 _PAUSE = "pause"
