@@ -98,6 +98,10 @@ def test_spans_are_true_however_late_they_are_read() -> None:
         tape.end_step()
         events.reached = events.clock
     tape.read()
+    for _ in range(20):  # the next step is under way when somebody looks
+        events.clock += 0.1
+        tape.stamp()
+    events.reached = events.clock
     wires = [span for step in tape.last_steps for span in step.spans]
     first = tape.last_steps[0].begin
     assert [(span.begin - first, span.end - first) for span in wires] == [(-1.0, 0.0), (3.0, 4.0)]
