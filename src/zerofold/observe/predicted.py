@@ -16,6 +16,7 @@ from zerofold.plan.memory import memory
 from zerofold.plan.point import Point
 from zerofold.plan.presets import preset, preset_of
 from zerofold.plan.shape import ModelShape
+from zerofold.plan.states import Widths, keeps_sums
 from zerofold.plan.times import times
 from zerofold.plan.traffic import traffic
 
@@ -85,9 +86,14 @@ def predictions(
         built_bytes=4,
     )
     on_device = measured["tier_bytes"][Tier.DEVICE.value]
+    # Local sums are gone when the optimizer steps; without them that is the moment with none on their way.
+    has_sums = keeps_sums(
+        engine.row, Widths.of(engine.precision), alone=engine.groups.control.size == 1, accumulate=point.accumulate
+    )
+    gradients = recording.device_gradients if has_sums else recording.step_gradients
     found = [
         Line("parameters", Tier.DEVICE.value, BYTES, held.device["parameters"], on_device["parameters"]),
-        Line("gradients", Tier.DEVICE.value, BYTES, held.device["gradients"], recording.step_gradients),
+        Line("gradients", Tier.DEVICE.value, BYTES, held.device["gradients"], gradients),
         Line("optimizer", Tier.DEVICE.value, BYTES, held.device["optimizer"], on_device["optimizer"]),
         Line("fused buffers", Tier.DEVICE.value, BYTES, held.device["fused buffers"], engine.pool.nbytes),
         Line("gathered units", Tier.DEVICE.value, BYTES, held.device["gathered units"], recording.peaks["gathered"]),

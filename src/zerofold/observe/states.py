@@ -30,11 +30,11 @@ def totals(engine: Engine) -> Totals:
     slabs, states = engine.slabs(), optimizer_tensors(engine)
     device = engine.offloading.memory.device
     here = [slab for slab in slabs if not slab.is_away]
-    copies = [slab.copy_of_shard for slab in slabs if slab.is_away and slab.tiers.parameters is Tier.DEVICE]
+    copies = [slab for slab in slabs if slab.is_away and slab.tiers.parameters is Tier.DEVICE]
     return Totals(
         parameters=sum(map(parameter_nbytes, slabs)),
         optimizer=sum(map(nbytes_of, states)) + sum(map(master_nbytes, slabs)),
-        device_parameters=sum(map(parameter_nbytes, here)) + sum(copy.nbytes for copy in copies if copy is not None),
+        device_parameters=sum(map(parameter_nbytes, here)) + sum(map(_beside_master, copies)),
         device_optimizer=sum(nbytes_of(state) for state in states if _is_on_device(state, device))
         + sum(map(master_nbytes, here)),
     )
@@ -57,6 +57,13 @@ def parameter_nbytes(slab: Slab) -> int:
     else:
         kept = slab.storage.nbytes
     return kept + (0 if slab.copy is None else slab.copy.nbytes)
+
+
+def _beside_master(slab: Slab) -> int:
+    """On the device, of a slab whose master is elsewhere: whole parameters that stay, or this rank's part of them."""
+    if slab.is_kept:
+        return slab.storage.nbytes
+    return 0 if slab.resident is None else slab.resident.nbytes
 
 
 def master_nbytes(slab: Slab) -> int:

@@ -17,7 +17,7 @@ from zerofold.plan.machine import Machine
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
 from zerofold.plan.slabs import SlabSize, slabs_of, unit_size
-from zerofold.plan.states import StateBytes, Widths, cut_over, kept
+from zerofold.plan.states import StateBytes, Widths, cut_over, keeps_sums, kept
 
 UPDATE_RING = 17 * 2**26
 """Bytes of the device: four chunks of 2**24 parameters on their way through it, where their states live elsewhere."""
@@ -82,9 +82,19 @@ class HeldUnit:
     slabs: tuple[SlabSize, ...]
     states: StateBytes
     """On the device, where none of them is offloaded: what the ledger shows between backward and the step."""
-    gathered: int
-    """What its use takes besides."""
+    has_master: bool
     size: UnitSize
+
+    def gathered(self, ranks: Ranks, tiers: Tiers) -> int:
+        """What its use takes besides. A rank alone makes parameters from masters, unless these are in another memory:
+        then what forward computes with stays on the device, or comes from where it is, frozen or not."""
+        if not ranks.alone:
+            return self.size.gathered_bytes if ranks.placed.parameters.is_cut and ranks.gathering > 1 else 0
+        if tiers.parameters is not Tier.DEVICE:
+            return self.size.gathered_bytes
+        if tiers.is_offloaded or not self.has_master:
+            return 0
+        return sum(slab.gathered_bytes for slab in self.slabs if slab.is_trained)
 
     @property
     def local_gradients(self) -> int:
@@ -120,35 +130,53 @@ def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_byt
     trained = kept(placed, widths, alone=ranks.alone, accumulate=point.accumulate)
     frozen = kept(placed, replace(widths, has_master=False), alone=ranks.alone)
     copies = placed.copy is not None and ranks.group < ranks.data
-    gathered = 0
+    sums_too = keeps_sums(placed, widths, alone=ranks.alone, accumulate=point.accumulate)
     for slab in slabs:
         each = trained if slab.is_trained else frozen
         parameters += each.whole.parameters * slab.size + each.shard.parameters * slab.shard
         parameters += each.copy * (slab.size // ranks.group) if copies else 0
         if slab.is_trained:
-            # A rank alone keeps the tensors that autograd made; else they add up in a flat space. Moments are made
-            # for each piece of a parameter, masters for the shard.
-            mean = slab.numel if ranks.alone else slab.shard
+            # A rank alone keeps the tensors that autograd made, or adds them up where they are; else there is a flat
+            # space. Moments are made for each piece of a parameter, masters for the shard.
+            mean = slab.numel if ranks.alone and not sums_too else slab.shard
             gradients += each.shard.gradients * mean + each.whole.gradients * slab.numel
             master = widths.master if widths.has_master else 0
             optimizer += widths.moments * slab.owned + master * slab.shard + STEP_BYTES * slab.tensors
-        is_made = ranks.alone and slab.is_trained and widths.has_master
-        if is_made or (placed.parameters.is_cut and ranks.gathering > 1):
-            gathered += slab.gathered_bytes
     size = unit_size(unit.name, slabs, placed, widths, alone=ranks.alone, accumulate=point.accumulate)
-    return HeldUnit(unit, tuple(slabs), StateBytes(parameters, gradients, optimizer), gathered, size)
+    return HeldUnit(unit, tuple(slabs), StateBytes(parameters, gradients, optimizer), widths.has_master, size)
 
 
-def gathered_at_once(units: Sequence[HeldUnit], ranks: Ranks, live_bytes: int | None) -> int:
-    """The most that gathered parameters take: the root, the unit that computes, and what is fetched ahead of it.
+def gathered_at_once(
+    units: Sequence[HeldUnit], ranks: Ranks, point: Point, given: Mapping[str, Tiers] | None = None
+) -> int:
+    """The most that gathered parameters take: the root, the unit that computes with those around it, and what is
+    fetched ahead. `given`: tiers by unit, where they are known.
 
     Alone, parameters that nobody cut are not fetched ahead; but in backward a unit begins before the last one ends.
     """
-    root = sum(unit.gathered for unit in units if unit.shape.name == ROOT)
-    largest = greatest(unit.gathered for unit in units if unit.shape.name != ROOT)
-    total = sum(unit.gathered * unit.shape.count for unit in units)
-    bound = live_bytes if live_bytes is not None and ranks.placed.parameters.is_cut else root + 2 * largest
-    return least((total, bound))
+    usual = Tiers() if point.auto or given else point.tiers
+    taken = [unit.gathered(ranks, (given or {}).get(unit.shape.name, usual)) for unit in units]
+    total = sum(size * unit.shape.count for size, unit in zip(taken, units, strict=True))
+    is_cut = ranks.placed.parameters.is_cut
+    if is_cut and point.live_bytes is not None:
+        return least((total, point.live_bytes))
+    # The bound on live bytes is made from whole units, whatever of them has to be gathered (`zerofold.dealing`).
+    sizes = [unit.size.gathered_bytes for unit in units] if is_cut else taken
+    by_name = dict(zip((unit.shape.name for unit in units), sizes, strict=True))
+    needed = greatest(sum(by_name.get(outer, 0) for outer in _around(unit.shape.name)) for unit in units)
+    ahead = greatest(size for size, unit in zip(sizes, units, strict=True) if unit.shape.name != ROOT)
+    return least((total, needed + ahead))
+
+
+def _around(name: str) -> Iterator[str]:
+    """
+    >>> list(_around("blocks.0.mlp"))
+    ['blocks.0.mlp', 'blocks.0', 'blocks', '']
+    """
+    while name != ROOT:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ROOT
 
 
 def fused_buffers(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point: Point, *, on_cpu: bool) -> int:

@@ -108,7 +108,7 @@ def memory(
     activity = activity_of(model, point)
     samples = point.micro_batch
     on_cpu = machine.kind == "cpu"
-    gathered = gathered_at_once(units, ranks, point.live_bytes)
+    gathered = gathered_at_once(units, ranks, point, tiers)
     buffers = fused_buffers(units, ranks, widths, point, on_cpu=on_cpu)
     workspaces = 0 if on_cpu else LIBRARY_WORKSPACES
     may_offload = point.auto or point.tiers.is_offloaded or bool(tiers)

@@ -105,14 +105,13 @@ def kept(placed: Row, widths: Widths, *, alone: bool = False, accumulate: int | 
     # Alone, parameters with a master are made anew for each use; without one they are all there is.
     stays = not is_cut and not (alone and widths.has_master)
     mean, sums = widths.gradient, 0
-    if alone:
+    if keeps_sums(placed, widths, alone=alone, accumulate=accumulate):
+        # Each rank adds up its own until the last backward of a step; the first stays as autograd made it.
+        sums = widths.compute if accumulate == 2 else widths.gradient
+    elif alone:
         mean = waiting_gradient(widths, alone=True, accumulate=accumulate or 2)
-    elif not placed.gradients.is_cut:
-        if accumulate is None:
-            mean, sums = (0, widths.gradient) if placed.optimizer.is_cut else (widths.gradient, 0)
-        elif accumulate > 1:
-            # Each rank adds up its own until the last backward of a step; the first stays as autograd made it.
-            sums = widths.compute if accumulate == 2 else widths.gradient
+    elif not placed.gradients.is_cut and accumulate is None and placed.optimizer.is_cut:
+        mean, sums = 0, widths.gradient
     optimizer = widths.moments + (widths.master if widths.has_master else 0)
     copy = widths.compute if placed.copy is not None and not alone else 0
     return Kept(
@@ -120,6 +119,20 @@ def kept(placed: Row, widths: Widths, *, alone: bool = False, accumulate: int | 
         StateBytes(own, mean, optimizer),
         copy,
     )
+
+
+def keeps_sums(placed: Row, widths: Widths, *, alone: bool, accumulate: int | None) -> bool:
+    """Whether there are local sums besides the flat gradient that they are reduced into when a step is complete. A rank
+    alone has both too, unless the optimizer reads the sums themselves.
+
+    >>> [keeps_sums(row(stage), Widths(), alone=True, accumulate=2) for stage in (0, 1, 2)]
+    [True, True, False]
+    >>> keeps_sums(row(0), Widths.of("fp32"), alone=True, accumulate=2)
+    False
+    """
+    if accumulate is None or accumulate == 1 or placed.gradients.is_cut:
+        return False
+    return not alone or placed.optimizer.is_cut or widths.has_master
 
 
 def waiting_gradient(widths: Widths, *, alone: bool, accumulate: int) -> int:
