@@ -86,6 +86,7 @@ ROOMS = [
     "plan.advice",
     "plan.configs",
     "plan.text",
+    "plan.result",
     "plan.call",
     "observe",
     "",  # the public face: zerofold/__init__.py

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 import zerofold as zf
 from zerofold.bench.gpt import GPTSize
 from zerofold.config import resolve
-from zerofold.plan.call import Plan
 from zerofold.plan.command import plan_command
 from zerofold.plan.configs import ds_config, native
 from zerofold.plan.formulas import Formulas
@@ -22,8 +21,10 @@ from zerofold.plan.held import ranks_of
 from zerofold.plan.memory import LINES, memory
 from zerofold.plan.page import PEAK
 from zerofold.plan.presets import preset, preset_names
+from zerofold.plan.result import Plan
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.sliders import rows_of_plan, sliders_of_plan
+from zerofold.plan.transformer import from_parameters
 
 GPT = ["--layers", "4", "--hidden", "256", "--heads", "4", "--vocab", "1000", "--seq", "128"]
 
@@ -92,9 +93,24 @@ def test_where_nothing_fits_it_says_what_would() -> None:
 
 
 def test_one_quadrillion_parameters_on_100_000_devices() -> None:
-    found = zf.plan(params=1e15, world_size=100_000, machine="H200", gpus_per_node=8)
+    """A block alone is too large for a device, so that only tensor degrees help, of which there must be some."""
+    found = zf.plan(params=1e15, world_size=100_000, machine="H100")
     assert found.model.parameters == 10**15
     assert found.stages[3].memory.states == pytest.approx(16e15 / 1e5, rel=0.01)
+    assert found.recommended is None
+    assert found.searched.best is not None
+    assert found.searched.best.fits
+    assert found.searched.best.point.tensor > 8
+    text = found.text()
+    assert "…" not in text
+    assert f"tensor {found.searched.best.point.tensor}" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("count", [2e10, 70e9, 175e9, 1e12, 1e14])
+def test_large_models_can_be_cut_by_heads_and_layers(count: float) -> None:
+    shape = from_parameters(count)
+    assert (shape.parameters, shape.heads % 8, shape.layers % 8) == (int(count), 0, 0)
+    assert shape.hidden % shape.heads == 0
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3", "hsdp", "hpz"])
@@ -110,19 +126,42 @@ def test_the_ds_config_says_what_the_native_one_says(stage: str) -> None:
     assert own.get("mesh") == ([2, 8] if stage in ("hsdp", "hpz") else None)
 
 
+def test_rows_with_groups_name_a_mesh_in_one_node_too() -> None:
+    """`zf.prepare` asks for one."""
+    found = zf.plan(params=1e9, world_size=4)
+    points = {each.point.stage: each.point for each in found.stages}
+    for stage in ("hsdp", "hpz"):
+        assert native(points[stage], ranks_of(found.machine, points[stage]))["mesh"] == [1, 4]
+
+
 def test_the_config_file_is_written(tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     found = planned(*GPT, "--world-size", "4", "--config", str(file))
     assert json.loads(file.read_text()) == found["recommended"]["ds_config"]
 
 
-def test_the_text_fits_100_columns() -> None:
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_text_fits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
     result = invoke("--params", "70e9", "--world-size", "1024", "--disk", "4TB", "--preset", "h100")
     assert result.exit_code == 0
     tables, _, sentences = result.stdout.partition("Choose ")
-    assert max(map(len, tables.splitlines())) <= 100
+    assert max(map(len, tables.splitlines())) <= width
     assert "…" not in tables
     assert "zf.prepare(model, optimizer, stage=" in sentences
+    said = " ".join(sentences.split())
+    assert "within 2% of the fastest" in said
+    assert "% of a step is arithmetic; the most of the rest" in said
+    assert "With batch, checkpoints and degrees free" in said
+    assert "it fits here as well, with stage" in said
+
+
+def test_fp16_states_stay_off_the_disk() -> None:
+    """`zf.prepare` refuses them there."""
+    for precision, has_disk in (("bf16", True), ("fp16", False)):
+        found = zf.plan(params=1e9, machine="4090", disk=10**12, precision=precision)
+        assert any(row.point.tiers.optimizer.value == "nvme" for row in found.offloaded) == has_disk
+        assert any("the disk is not used" in note for note in found.model.notes) != has_disk
 
 
 def test_a_hugging_face_folder_is_traced(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from zerofold.placement import Tier, Tiers, row
 from zerofold.plan.machine import GB, Machine
 from zerofold.plan.memory import memory
-from zerofold.plan.point import Point, Prediction
+from zerofold.plan.point import Point, Prediction, name_of
 from zerofold.plan.predict import lacks
 from zerofold.plan.shape import ModelShape
 
@@ -24,28 +24,6 @@ class Advice:
     sentences: tuple[str, ...] = ()
 
 
-def name_of(point: Point) -> str:
-    """
-    >>> name_of(Point(stage="3", tiers=Tiers(Tier.HOST, Tier.HOST)))
-    'stage 3, optimizer and gradients on the host'
-    """
-    label = f"stage {point.stage}" if point.stage.isdigit() else point.stage
-    if point.auto:
-        return f"{label}, tiers chosen unit by unit"
-    tiers = {
-        "optimizer": point.tiers.optimizer,
-        "gradients": point.tiers.gradients,
-        "parameters": point.tiers.parameters,
-    }
-    where = {Tier.HOST: "on the host", Tier.NVME: "on disk"}
-    parts = []
-    for tier, place in where.items():
-        states = [state for state, held in tiers.items() if held is tier]
-        if states:
-            parts.append(f"{' and '.join([', '.join(states[:-1]), states[-1]] if len(states) > 1 else states)} {place}")
-    return ", ".join([label, *parts])
-
-
 def advise(
     model: ModelShape, machine: Machine, stages: Sequence[Prediction], offloaded: Sequence[Prediction]
 ) -> tuple[Prediction | None, Advice]:
@@ -55,23 +33,71 @@ def advise(
         return None, _nothing(model, machine, [*stages, *offloaded])
     fastest = min(each.times.step for each in fitting)
     near = [each for each in fitting if each.times.step <= _NEAR * fastest]
-    best = min(near, key=lambda each: (each.point.auto or each.point.tiers.is_offloaded, each.memory.device_need))
+    best = min(near, key=lambda each: (_is_away(each.point), each.memory.device_need))
     need, there = best.memory.device_need, machine.device_memory
     reason = f"{name_of(best.point)} is the fastest that fits: {_seconds(best.times.step)} a step"
     if len(near) > 1:
-        reason += f", and of the {len(near)} within 2% of it the one that leaves most memory free"
+        stays = any(_is_away(each.point) for each in near) and not _is_away(best.point)
+        reason = (
+            f"{len(near)} ways that fit are within 2% of the fastest ({_seconds(fastest)} a step); of them, "
+            f"{'with all states on the device, ' if stays else ''}{name_of(best.point)} leaves most memory free"
+        )
     sentences = [
         f"Choose {name_of(best.point)}: {_gb(need)} of {_gb(there)} GB on each device, most in {best.memory.peak_at}; "
         f"{_seconds(best.times.step)} a step, {best.samples_per_second:.3g} samples a second on all devices.",
     ]
+    sentences.append(f"Why: {reason}.")
     others = [each for each in stages if not each.fits]
     if others:
-        least = ", ".join(name_of(each.point) for each in others)
-        sentences.append(f"Too large for a device: {least}.")
-    elif len(near) > 1:
-        sentences.append("Every row fits and the times are close; the one that leaves most memory free was taken.")
-    sentences.append(f"What it waits for most: {best.times.bottleneck}.")
+        sentences.append(f"Too large for a device: {', '.join(name_of(each.point) for each in others)}.")
+    sentences.append(_spent(best))
     return best, Advice(reason, tuple(sentences))
+
+
+_WAITS = {
+    "gather": "gathering parameters",
+    "reduce": "reducing gradients",
+    "host": "the host",
+    "disk": "the disk",
+    "update": "the update",
+    "pipeline": "other stages of the pipeline",
+    "tensor": "exchanging activations",
+}
+
+
+def _spent(found: Prediction) -> str:
+    """Where the time of a step goes, in a sentence."""
+    times = found.times
+    if not times.step < float("inf"):
+        return "A step would never end: it needs a disk whose rate is not known."
+    computing = f"{100 * times.compute / times.step:.0f}% of a step is arithmetic"
+    others = {name: spent for name, spent in {**times.exposed, "update": times.update}.items() if spent > 0}
+    if not others:
+        return f"{computing}."
+    most = max(others, key=others.__getitem__)
+    return f"{computing}; the most of the rest, {_seconds(others[most])}, is {_WAITS[most]}."
+
+
+def searched_sentence(best: Prediction | None, tried: int) -> str:
+    """What the search found, where the batch, the checkpoints and the degrees are free too."""
+    if best is None:
+        return "With any batch, checkpoints, tensor and pipeline degree: nothing fits either."
+    point = best.point
+    kept = (
+        f"the input of every {point.checkpoint_every} blocks kept"
+        if point.checkpoint_every > 1
+        else ("every block's input kept" if point.checkpoint_every else "no checkpoints")
+    )
+    degrees = f", tensor {point.tensor}, pipeline {point.pipeline}" if point.tensor * point.pipeline > 1 else ""
+    return (
+        f"With batch, checkpoints and degrees free, the most samples a second: {name_of(point)}{degrees}, "
+        f"micro-batches of {point.micro_batch}, {point.accumulate} to a step, {kept}: "
+        f"{_seconds(best.times.step)} a step, {best.samples_per_second:.3g} samples a second ({tried} points tried)."
+    )
+
+
+def _is_away(point: Point) -> bool:
+    return point.auto or point.tiers.is_offloaded
 
 
 def _can_run(point: Point) -> bool:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
-from zerofold.placement import Tier, Tiers, row
-from zerofold.plan.advice import Advice, advise
-from zerofold.plan.configs import ds_config, native
-from zerofold.plan.held import ranks_of, widths_of
+from zerofold.placement import Tier, Tiers
+from zerofold.plan.advice import advise
+from zerofold.plan.held import widths_of
 from zerofold.plan.larger import next_larger
 from zerofold.plan.machine import Machine
-from zerofold.plan.point import Point, Prediction
+from zerofold.plan.point import Point
 from zerofold.plan.predict import predict
 from zerofold.plan.presets import changed, preset
+from zerofold.plan.result import Plan, Searched
 from zerofold.plan.search import search
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.sources import from_function, from_hugging_face
-from zerofold.plan.states import StateBytes, elements_sent, paper_bytes
-from zerofold.plan.text import plan_text
 from zerofold.plan.transformer import SEQUENCE, VOCABULARY, GPTNumbers, from_numbers, from_parameters
 
 STAGES = ("0", "1", "2", "3", "dp", "hsdp", "hpz")
@@ -28,162 +26,6 @@ _HOST_OPTIMIZER = Tiers(Tier.HOST, Tier.HOST, Tier.DEVICE)
 _HOST_ALL = Tiers(Tier.HOST, Tier.HOST, Tier.HOST)
 _DISK_OPTIMIZER = Tiers(Tier.NVME, Tier.HOST, Tier.DEVICE)
 _DISK_ALL = Tiers(Tier.NVME, Tier.NVME, Tier.NVME)
-
-
-@dataclass(frozen=True)
-class Searched:
-    """What comes out when batch, checkpoints and degrees are free."""
-
-    best: Prediction | None = None
-    tried: int = 0
-    larger: str = ""
-    """What the next larger model needs, in a sentence."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What `zf.plan` found.
-
-    `stages` has a prediction for each row with all states on the device, `offloaded` those with tiers; `recommended`
-    is one of them or found by the search, None where nothing fits.
-    """
-
-    model: ModelShape
-    machine: Machine
-    stages: tuple[Prediction, ...]
-    offloaded: tuple[Prediction, ...]
-    recommended: Prediction | None
-    advice: Advice
-    searched: Searched
-    paper: dict[str, float] = field(default_factory=dict)
-    """The memory model of ZeRO-Infinity for a transformer, where its numbers are known."""
-    remake: Callable[[int], ModelShape] | None = field(default=None, compare=False, repr=False)
-    """The model with sequences of another length, where it is made by formula."""
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Keyword arguments of `zf.prepare` for what is recommended; "mesh" is the shape of a device mesh."""
-        found = self.recommended
-        return {} if found is None else native(found.point, ranks_of(self.machine, found.point), found.memory)
-
-    @property
-    def ds_config(self) -> dict[str, Any]:
-        """The same as a ds_config.json."""
-        found = self.recommended
-        return {} if found is None else ds_config(found.point, ranks_of(self.machine, found.point))
-
-    @property
-    def next_larger(self) -> str:
-        """What a model of twice the blocks needs, in a sentence."""
-        return self.searched.larger
-
-    def to_dict(self) -> dict[str, Any]:
-        """What `zerofold plan --json` prints."""
-        chosen = self.recommended
-        return {
-            "title": f"{self.model.name} on {self.machine.devices} of {self.machine.name}",
-            "model": {
-                "name": self.model.name,
-                "psi": self.model.parameters,
-                "trained": self.model.trained,
-                "source": self.model.source,
-                "layers": self.model.layers,
-                "hidden": self.model.hidden,
-                "heads": self.model.heads,
-                "vocab": self.model.vocab,
-                "tokens": self.model.tokens,
-                "notes": list(self.model.notes),
-            },
-            "machine": {
-                "name": self.machine.name,
-                "source": self.machine.source,
-                "devices": self.machine.devices,
-                "per_node": self.machine.per_node,
-                "device_memory_bytes": self.machine.device_memory,
-                "host_memory_bytes": self.machine.host_memory,
-                "disk_bytes": self.machine.disk,
-            },
-            "counted": "model_state_bytes and its parts as the ZeRO paper counts; held_bytes as zerofold holds them",
-            "stages": [self._row(each) for each in self.stages],
-            "offloaded": [self._row(each) for each in self.offloaded],
-            "recommended": None
-            if chosen is None
-            else {
-                **self._row(chosen),
-                "reason": self.advice.reason,
-                "config": self.config,
-                "ds_config": self.ds_config,
-            },
-            "advice": list(self.advice.sentences),
-            "search": None
-            if self.searched.best is None
-            else {**self._row(self.searched.best), "tried": self.searched.tried},
-            "next_larger": self.next_larger,
-            "paper": self.paper,
-        }
-
-    def _row(self, found: Prediction) -> dict[str, Any]:
-        point, memory, times = found.point, found.memory, found.times
-        ranks = ranks_of(self.machine, point)
-        share = self.model.parameters / (point.tensor * point.pipeline)
-        states = paper_bytes(share, point.stage, ranks.data, group=ranks.group, each=_paper_widths(point.precision))
-        return {
-            "stage": int(point.stage) if point.stage.isdigit() else point.stage,
-            "tiers": "auto"
-            if point.auto
-            else {
-                "optimizer": point.tiers.optimizer.value,
-                "gradients": point.tiers.gradients.value,
-                "parameters": point.tiers.parameters.value,
-            },
-            "group": ranks.group if _has_groups(point.stage) else None,
-            "micro_batch": point.micro_batch,
-            "accumulate": point.accumulate,
-            "checkpoint_every": point.checkpoint_every,
-            "tensor": point.tensor,
-            "pipeline": point.pipeline,
-            "precision": point.precision,
-            "parameters_bytes": round(states.parameters),
-            "gradients_bytes": round(states.gradients),
-            "optimizer_bytes": round(states.optimizer),
-            "model_state_bytes": round(states.total),
-            "comm_elements_per_psi": elements_sent(point.stage, ranks.data, group=ranks.group),
-            "held_bytes": dict(memory.device),
-            "host_bytes": dict(memory.host),
-            "disk_bytes": dict(memory.disk),
-            "device_peak_bytes": memory.device_peak,
-            "device_need_bytes": memory.device_need,
-            "peak_at": memory.peak_at,
-            "fits": found.fits,
-            "lacks": found.lacks,
-            "sent": [
-                {"collective": name, "group": group, "elements": elements, "bytes": found.traffic.bytes[name, group]}
-                for (name, group), elements in found.traffic.elements.items()
-            ],
-            "step_seconds": times.step,
-            "compute_seconds": times.compute,
-            "update_seconds": times.update,
-            "exposed_seconds": dict(times.exposed),
-            "efficiency": times.efficiency,
-            "arithmetic_intensity": dict(times.intensity),
-            "bottleneck": times.bottleneck,
-            "samples_per_second": found.samples_per_second,
-        }
-
-    def text(self, *, width: int = 100) -> str:
-        """Tables and sentences for a person."""
-        return plan_text(self, width=width)
-
-
-def _has_groups(stage: str) -> bool:
-    placed = row(stage)
-    return placed.copy is not None or placed.reduces_across
-
-
-def _paper_widths(precision: str) -> StateBytes:
-    """16-bit: 2 + 2 + 12. In fp32 there is no second master: 4 + 4 + 8."""
-    widths = widths_of(precision)
-    return StateBytes(widths.compute, widths.compute, widths.moments + (widths.master if widths.has_master else 0))
 
 
 def plan(
@@ -237,6 +79,9 @@ def plan(
         return _model(model, params, numbers, function, precision, flash, (checkpoint_every,))
 
     shape = make(seq)
+    if fleet.disk and widths_of(precision).keeps_range:
+        fleet = replace(fleet, disk=0)
+        shape = replace(shape, notes=(*shape.notes, "the update of states in a file has no fp16: the disk is not used"))
     wanted = Point(
         micro_batch=micro_batch,
         accumulate=accumulate,
@@ -254,18 +99,20 @@ def plan(
         offloaded,
         recommended,
         advice,
-        _search(shape, fleet, precision),
+        _search(shape, fleet, precision, fits=recommended is not None),
         _paper(shape, wanted),
         make if shape.source in ("count", "shape") else None,
     )
 
 
-def _search(model: ModelShape, machine: Machine, precision: str) -> Searched:
+def _search(model: ModelShape, machine: Machine, precision: str, *, fits: bool) -> Searched:
     """Tensor and pipeline degrees are among what is searched; what the larger model needs is looked for without them,
-    since the engine has none."""
+    since the engine has none, and only where the model itself fits so."""
     if not model.activities:
-        return Searched()
+        return Searched(is_done=False)
     result = search(model, machine, precision=precision)
+    if not fits:
+        return Searched(result.best, result.tried)
     plain = replace(result, space=replace(result.space, tensor=(1,), pipeline=(1,)))
     return Searched(result.best, result.tried, next_larger(model, machine, plain).sentence)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from zerofold.plan.measure import this_machine
 from zerofold.plan.presets import changed, preset, preset_names
 from zerofold.plan.sliders import write_plan_page
 
+_NARROWEST, _WIDEST = 80, 100  # columns
 _PRESETS = ", ".join(preset_names())
 
 
@@ -107,7 +109,8 @@ def plan_command(
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:
-        typer.echo(found.text(), nl=False)
+        columns = shutil.get_terminal_size((_WIDEST, 24)).columns
+        typer.echo(found.text(width=max(_NARROWEST, min(_WIDEST, columns))), nl=False)
 
 
 def _size(option: str, text: str | None) -> int | None:

@@ -20,7 +20,7 @@ def native(point: Point, ranks: Ranks, memory: Memory | None = None) -> dict[str
         "accumulate": point.accumulate,
     }
     placed = row(point.stage)
-    if (placed.copy is not None or placed.reduces_across) and ranks.group < ranks.data:
+    if placed.copy is not None or placed.reduces_across:
         found["mesh"] = [ranks.data // ranks.group, ranks.group]
     offload = _offload(point, memory)
     if offload:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -24,6 +24,7 @@ UPDATE_RING = 17 * 2**26
 STEP_BYTES = 4
 """Of the number of steps that an optimizer keeps for each parameter."""
 _MOST_PLACED = 64
+_AWAY = Tiers(Tier.HOST, Tier.HOST, Tier.HOST)
 IN_FLIGHT = 2
 """Chunks of gradients on the wire at once, as in `zerofold.reduce`."""
 
@@ -147,15 +148,16 @@ def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_byt
 
 
 def gathered_at_once(
-    units: Sequence[HeldUnit], ranks: Ranks, point: Point, given: Mapping[str, Tiers] | None = None
+    units: Sequence[HeldUnit], ranks: Ranks, point: Point, placed: Sequence[Collection[Tiers]] | None = None
 ) -> int:
     """The most that gathered parameters take: the root, the unit that computes with those around it, and what is
-    fetched ahead. `given`: tiers by unit, where they are known.
+    fetched ahead. `placed`: the tiers of each unit, else the point's; with automatic ones, whatever asks for most.
 
     Alone, parameters that nobody cut are not fetched ahead; but in backward a unit begins before the last one ends.
     """
-    usual = Tiers() if point.auto or given else point.tiers
-    taken = [unit.gathered(ranks, (given or {}).get(unit.shape.name, usual)) for unit in units]
+    usual = (_AWAY,) if point.auto else (point.tiers,)
+    each = placed if placed is not None else [usual] * len(units)
+    taken = [greatest(unit.gathered(ranks, one) for one in some) for unit, some in zip(units, each, strict=True)]
     total = sum(size * unit.shape.count for size, unit in zip(taken, units, strict=True))
     is_cut = ranks.placed.parameters.is_cut
     if is_cut and point.live_bytes is not None:
@@ -213,7 +215,12 @@ class Tiered:
     """States by memory."""
 
     by_tier: ByTier
-    is_offloaded: bool
+    placed: Sequence[Mapping[Tiers, int]]
+    """How many of each unit are where."""
+
+    @property
+    def is_offloaded(self) -> bool:
+        return any(tiers.is_offloaded for each in self.placed for tiers in each)
 
 
 def by_tier(
@@ -229,11 +236,14 @@ def by_tier(
     """Where the states are. `taken`: device bytes that are no states; `activations`: those that must stay free;
     `given`: tiers by unit, where they are known."""
     found: ByTier = {tier: {"parameters": 0, "gradients": 0, "optimizer": 0} for tier in Tier}
-    chosen = _auto(units, ranks, machine, taken, activations) if point.auto else {}
     if given:
-        chosen = {i: {given.get(unit.shape.name, Tiers()): unit.shape.count} for i, unit in enumerate(units)}
-    for index, unit in enumerate(units):
-        for tiers, times in chosen.get(index, {point.tiers: unit.shape.count}).items():
+        placed: list[dict[Tiers, int]] = [{given.get(unit.shape.name, Tiers()): unit.shape.count} for unit in units]
+    elif point.auto:
+        placed = _auto(units, ranks, machine, taken, activations)
+    else:
+        placed = [{point.tiers: unit.shape.count} for unit in units]
+    for unit, some in zip(units, placed, strict=True):
+        for tiers, times in some.items():
             if not tiers.is_offloaded:
                 for state, nbytes in unit.states._asdict().items():
                     found[Tier.DEVICE][state] += math.trunc(nbytes) * times
@@ -241,19 +251,18 @@ def by_tier(
             for tier, states in bytes_of(unit.size, tiers).items():
                 for state, number in states.items():
                     found[tier][state] += number * times
-    used = {tiers for by_tiers in chosen.values() for tiers in by_tiers} or {point.tiers}
-    return Tiered(found, any(tiers.is_offloaded for tiers in used))
+    return Tiered(found, placed)
 
 
 def _auto(
     units: Sequence[HeldUnit], ranks: Ranks, machine: Machine, taken: int, activations: int
-) -> dict[int, dict[Tiers, int]]:
+) -> list[dict[Tiers, int]]:
     """How many of each unit go where, by the rule that the engine uses; all to the host, where nothing fits.
 
     Of very many equal units some are placed together: the engine's choice may differ by less than so many.
     """
     away = Tiers(Tier.HOST, Tier.HOST, Tier.HOST if ranks.placed.parameters.is_cut else Tier.DEVICE)
-    everything_away = {index: {away: unit.shape.count} for index, unit in enumerate(units)}
+    everything_away = [{away: unit.shape.count} for unit in units]
     at_least = sum(_bytes(bytes_of(unit.size, away), Tier.DEVICE) * unit.shape.count for unit in units)
     if taken + activations + at_least > machine.device_memory:
         return everything_away
@@ -284,9 +293,9 @@ def _auto(
     plan = try_place(sizes, wish, budget, extra_device=taken)
     if plan is None:
         return everything_away
-    found: dict[int, dict[Tiers, int]] = {}
+    found: list[dict[Tiers, int]] = [{} for _ in units]
     for name, (index, together) in of_unit.items():
-        times = found.setdefault(index, {})
+        times = found[index]
         times[plan.tiers[name]] = times.get(plan.tiers[name], 0) + together
     return found
 

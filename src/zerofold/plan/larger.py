@@ -10,9 +10,9 @@ from zerofold.placement import row
 from zerofold.plan.ground import ground_of
 from zerofold.plan.machine import GIB, Machine
 from zerofold.plan.memory import memory
-from zerofold.plan.point import Point
+from zerofold.plan.point import Point, name_of
 from zerofold.plan.predict import lacks
-from zerofold.plan.search import SearchResult, held_by_auto, room_for_auto, states_fit
+from zerofold.plan.search import Search, SearchResult, held_by_auto, room_for_auto, states_fit
 from zerofold.plan.shape import ROOT, Activity, ModelShape, PerSample, Phase
 from zerofold.plan.space import Space
 
@@ -47,11 +47,12 @@ class Larger:
 
     @property
     def sentence(self) -> str:
-        name = f"Twice the blocks ({self.model.parameters / 1e9:.3g}e9 parameters)"
+        count = self.model.parameters
+        name = f"Twice the blocks ({f'{count / 1e9:.3g}e9' if count < 1e12 else f'{count / 1e12:.4g}e12'} parameters)"
         if not self.changes:
             return f"{name} would not fit with {FACTORS[-1]} times as much of any one thing."
         if self.changes[0].name == "nothing":
-            return f"{name}: {self.changes[0]}."
+            return f"{name}: {self.changes[0]}, if a micro-batch is one sample."
         return f"{name} would fit with {', or '.join(map(str, self.changes))}."
 
 
@@ -61,9 +62,11 @@ def next_larger(model: ModelShape, machine: Machine, result: SearchResult) -> La
     Looked at in the space of `result`, one sample in a micro-batch, whatever the time.
     """
     larger = deeper(model, 2)
-    fitting = some_point(replace(result.space, model=larger, machine=machine))
-    if fitting is not None:
-        return Larger(model=larger, changes=(Change(name="nothing", now=0, needed=0, point=fitting),))
+    best = (
+        Search(replace(result.space, model=larger, machine=machine, micro_batches=(1,), global_samples=None)).run().best
+    )
+    if best is not None:
+        return Larger(model=larger, changes=(Change(name="nothing", now=0, needed=0, point=best.point),))
     return Larger(model=larger, changes=tuple(_changes(larger, machine, result.space)))
 
 
@@ -168,5 +171,5 @@ def _deeper(activity: Activity, model: ModelShape, times: int) -> Activity:
 
 
 def _in_words(point: Point) -> str:
-    where = "tiers chosen unit by unit" if point.auto else f"optimizer states on {point.tiers.optimizer.value}"
-    return f"stage {point.stage}, tensor {point.tensor}, pipeline {point.pipeline}, {where}"
+    degrees = f", tensor {point.tensor}, pipeline {point.pipeline}" if point.tensor * point.pipeline > 1 else ""
+    return f"{name_of(point)}{degrees}"

@@ -108,7 +108,7 @@ def memory(
     activity = activity_of(model, point)
     samples = point.micro_batch
     on_cpu = machine.kind == "cpu"
-    gathered = gathered_at_once(units, ranks, point, tiers)
+    gathered = gathered_at_once(units, ranks, point)
     buffers = fused_buffers(units, ranks, widths, point, on_cpu=on_cpu)
     workspaces = 0 if on_cpu else LIBRARY_WORKSPACES
     may_offload = point.auto or point.tiers.is_offloaded or bool(tiers)
@@ -125,6 +125,7 @@ def memory(
         activations=alive + most_local,
         given=tiers,
     )
+    gathered = gathered_at_once(units, ranks, point, tiered.placed)
     if not tiered.is_offloaded:
         ring = 0
     states = tiered.by_tier[Tier.DEVICE]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zerofold.placement import Tiers
+from zerofold.placement import Tier, Tiers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,28 @@ class Point:
     def samples(self) -> int:
         """Of a data-parallel rank in a step."""
         return self.micro_batch * self.accumulate
+
+
+def name_of(point: Point) -> str:
+    """
+    >>> name_of(Point(stage="3", tiers=Tiers(Tier.HOST, Tier.HOST)))
+    'stage 3, optimizer and gradients on the host'
+    """
+    label = f"stage {point.stage}" if point.stage.isdigit() else point.stage
+    if point.auto:
+        return f"{label}, tiers chosen unit by unit"
+    tiers = {
+        "optimizer": point.tiers.optimizer,
+        "gradients": point.tiers.gradients,
+        "parameters": point.tiers.parameters,
+    }
+    where = {Tier.HOST: "on the host", Tier.NVME: "on disk"}
+    parts = []
+    for tier, place in where.items():
+        states = [state for state, held in tiers.items() if held is tier]
+        if states:
+            parts.append(f"{' and '.join([', '.join(states[:-1]), states[-1]] if len(states) > 1 else states)} {place}")
+    return ", ".join([label, *parts])
 
 
 @dataclass(frozen=True, kw_only=True)

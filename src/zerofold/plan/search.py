@@ -15,16 +15,18 @@ is not asked where the states alone take more than there is, or where a smaller 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zerofold.placement import Cut, Row, Tier, Tiers, row
 from zerofold.plan.away import STATES_BYTES, Away, Shares, disk_seconds, host_update_seconds, node_ranks
+from zerofold.plan.followed import greatest
 from zerofold.plan.ground import Ground, ground_of
 from zerofold.plan.held import UPDATE_RING
 from zerofold.plan.machine import Machine
-from zerofold.plan.memory import memory
+from zerofold.plan.memory import activity_of, memory
 from zerofold.plan.point import Memory, Point, Prediction
 from zerofold.plan.predict import lacks, predict
 from zerofold.plan.shape import ModelShape
@@ -35,6 +37,8 @@ from zerofold.plan.waits import Waits
 _SLACK = 1 - 1e-9  # sums in another order may differ in their last bits; a bound must not be above what it bounds
 MOMENTS_BYTES = 8
 RUNNERS_UP = 4
+ROUNDING = 2**10
+"""Bytes: parts of tensors are rounded up, numbers of bytes down."""
 AWAY = 1.01
 _BESIDE = (
     "gathered units",
@@ -137,7 +141,11 @@ class Search:
             else:
                 exact = self._seconds(entry.point, entry.place[0], held)
                 heapq.heappush(self._heap, entry._replace(bound=exact, is_exact=True, memory=held))
-        everything = sum(self.space.size(group) for group in groups)
+        degrees = Counter(
+            (group.tensor, group.pipeline) for group in groups
+        )  # which rows there are hangs on them alone
+        some = {(group.tensor, group.pipeline): group for group in groups}
+        everything = sum(times * self.space.size(some[each]) for each, times in degrees.items())
         return SearchResult(
             best=found[0] if found else None,
             tried=self.tried,
@@ -149,6 +157,8 @@ class Search:
     def _open(self, entry: _Entry) -> None:
         number = entry.place[0]
         ground = self._grounds[number]
+        if not activations_fit(ground, self.space.model, entry.point, self.space.machine):
+            return
         for index, point in enumerate(self.space.members(entry.point)):
             chosen = row(point.stage)
             if not states_fit(ground, chosen, point, self.space.machine):
@@ -251,6 +261,14 @@ def room_for_auto(model: ModelShape, machine: Machine, point: Point) -> Room | N
 def _beside(held: Memory) -> int:
     """What is on the device besides states, all of it at once."""
     return sum(held.device[line] for line in _BESIDE)
+
+
+def activations_fit(ground: Ground, model: ModelShape, group: Point, machine: Machine) -> bool:
+    """Whether there is room for activations at their peak beside the largest unit, which is there to be computed with,
+    whatever the row and the tiers."""
+    alive = greatest(moment.alive.at(group.micro_batch) for moment in activity_of(model, group).moments)
+    largest = max(unit.parameters for unit in ground.units) * ground.widths.compute
+    return alive + largest <= machine.device_memory + ROUNDING
 
 
 def states_fit(ground: Ground, chosen: Row, point: Point, machine: Machine) -> bool:

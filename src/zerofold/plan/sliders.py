@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zerofold.plan.call import Plan
 from zerofold.plan.formulas import Inputs
 from zerofold.plan.page import Row, Slider, rows_of, sliders_of, write_page
+from zerofold.plan.result import Plan
 from zerofold.plan.shape import ModelShape
 
 

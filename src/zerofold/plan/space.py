@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,7 +35,7 @@ class Space:
     rows: Sequence[str] = ROWS
     offload: bool = True
     tensor: Sequence[int] | None = None
-    """Degrees to look at; None: powers of two that divide the devices and the heads, beyond a node too."""
+    """Degrees to look at; None: all that divide the devices and the heads, beyond a node too."""
     pipeline: Sequence[int] | None = None
     micro_batches: Sequence[int] | None = None
     checkpoints: Sequence[int] | None = None
@@ -95,7 +96,8 @@ class Space:
         if self.model.hidden is None or self.model.layers is None:
             return [1]
         devices, heads = self.machine.devices, self.model.heads
-        asked = self.tensor if self.tensor is not None else [2**power for power in range(devices.bit_length())]
+        usual = divisors(math.gcd(devices, heads)) if heads else [2**power for power in range(devices.bit_length())]
+        asked = self.tensor if self.tensor is not None else usual
         return [degree for degree in asked if not devices % degree and (heads is None or not heads % degree)]
 
     def _pipeline_degrees(self, tensor: int) -> list[int]:

@@ -33,7 +33,18 @@ _FEWER = (
     ("opti-\nmizer", ("optimizer", "update ring")),
     ("gath-\nered", ("gathered units",)),
 )
+_NARROW = (
+    *_FEWER,
+    ("check-\npoints", ("activation checkpoints",)),
+    ("work-\ning", ("working activations", "logits")),
+)
+_ALL_COLUMNS = 100
 _SHORT = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.NVME: "disk"}
+
+
+class Searching(Protocol):
+    @property
+    def sentence(self) -> str: ...
 
 
 class Shown(Protocol):
@@ -51,6 +62,8 @@ class Shown(Protocol):
     def recommended(self) -> Prediction | None: ...
     @property
     def advice(self) -> Advice: ...
+    @property
+    def searched(self) -> Searching: ...
     @property
     def next_larger(self) -> str: ...
     @property
@@ -71,13 +84,15 @@ def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
     )
     for note in model.notes:
         console.print(f"  {note}")
-    console.print(_memory_table(plan.stages, "GB on each device"))
-    console.print(_memory_table(plan.offloaded, "with states off the device", tiers=True))
-    console.print(_time_table([*plan.stages, *plan.offloaded]))
+    with_all = width >= _ALL_COLUMNS
+    console.print(_memory_table(plan.stages, "GB on each device", columns=_COLUMNS if with_all else _NARROW))
+    console.print(_memory_table(plan.offloaded, "with states off the device", columns=_FEWER, tiers=True))
+    console.print(_time_table([*plan.stages, *plan.offloaded], with_all=with_all))
     for sentence in plan.advice.sentences:
         console.print(sentence)
-    if plan.next_larger:
-        console.print(plan.next_larger)
+    for sentence in (plan.searched.sentence, plan.next_larger):
+        if sentence:
+            console.print(sentence)
     if plan.recommended is not None:
         config = plan.config
         shown = ", ".join(f"{name}={value!r}" for name, value in config.items() if name != "mesh")
@@ -87,12 +102,13 @@ def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
     return out.getvalue()
 
 
-def _memory_table(rows: Sequence[Prediction], title: str, *, tiers: bool = False) -> Table:
+def _memory_table(
+    rows: Sequence[Prediction], title: str, *, columns: Sequence[tuple[str, Sequence[str]]], tiers: bool = False
+) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("\nrow", no_wrap=True)
     if tiers:
         table.add_column("optimizer,\nparameters", no_wrap=True)
-    columns = _FEWER if tiers else _COLUMNS
     for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("\nhost", "\ndisk") if tiers else ("init\npeak",):
@@ -121,11 +137,12 @@ def _tiers(found: Prediction) -> str:
     return f"{_SHORT[found.point.tiers.optimizer]}, {_SHORT[found.point.tiers.parameters]}"
 
 
-def _time_table(rows: Sequence[Prediction]) -> Table:
+def _time_table(rows: Sequence[Prediction], *, with_all: bool) -> Table:
     table = Table(title="a step", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("row", no_wrap=True)
     table.add_column("states", no_wrap=True)
-    for heading in ("GB sent", "compute s", "waits s", "update s", "step s", "eff.", "samples/s"):
+    shown = ("GB sent", "compute s", "waits s", "update s", "step s", "eff.", "samples/s")
+    for heading in shown if with_all else (*shown[:3], "step s", "samples/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("limit", no_wrap=True)
     for found in rows:
@@ -137,9 +154,9 @@ def _time_table(rows: Sequence[Prediction]) -> Table:
             _gb(sum(found.traffic.bytes.values())),
             _number(times.compute),
             _number(sum(times.exposed.values())),
-            _number(times.update),
+            *([_number(times.update)] if with_all else []),
             _number(times.step),
-            f"{100 * times.efficiency:.0f}%",
+            *([f"{100 * times.efficiency:.0f}%"] if with_all else []),
             _number(found.samples_per_second),
             times.bottleneck,
             style=None if found.fits else "dim",
@@ -150,9 +167,11 @@ def _time_table(rows: Sequence[Prediction]) -> Table:
 def _gb(count: float) -> str:
     """
     >>> _gb(16.6e9), _gb(2_460_000), _gb(3.2e14)
-    ('16.6', '0.0025', '320,000')
+    ('16.6', '0.0025', '3.2e5')
     """
     number = count / GB
+    if number >= 1e5:
+        return f"{number:.1e}".replace("e+0", "e").replace("e+", "e")
     if number >= 1000:
         return f"{number:,.0f}"
     if number >= 10 or number == 0:

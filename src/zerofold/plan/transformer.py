@@ -30,6 +30,7 @@ ASPECT = 128
 """Hidden width by layers, as in GPT-3 and most models since."""
 VOCABULARY, SEQUENCE = 50304, 2048
 LARGEST_PARAMETERS = 1e15
+_DIVISIBLE = ((1e13, 80), (2e10, 8))  # from so many parameters on: layers and heads are multiples of that
 
 
 class PaperBytes(NamedTuple):
@@ -113,18 +114,24 @@ def from_parameters(
     >>> model = from_parameters(7.5e9)
     >>> model.parameters, model.layers, model.hidden
     (7500000000, 32, 4352)
+    >>> large = from_parameters(70e9)
+    >>> large.layers, large.hidden, large.heads
+    (72, 9216, 72)
     """
     if not 1e3 <= count <= LARGEST_PARAMETERS:
         raise ValueError(f"--params {count:g} is out of range; give a number from 1e3 to {LARGEST_PARAMETERS:g}")
     total = int(count)
     step = 128 if count >= 1e9 else 64 if count >= 1e7 else 8
+    # Large models are cut over tensor and pipeline ranks as well, so heads and layers need divisors.
+    many = next((parts for least, parts in _DIVISIBLE if count >= least), 1)
+    step *= many
     hidden = max(step, round((ASPECT * count / 12) ** (1 / 3) / step) * step)
     # In a small model the usual vocabulary and sequence would be all there is.
     vocab = vocab or max(16, min(VOCABULARY, int(0.3 * count) // hidden))
     positions = max(1, min(seq, int(0.1 * count) // hidden))
     heads = max(1, hidden // (128 if hidden >= 2048 else 64))
     heads = next(number for number in range(heads, 0, -1) if hidden % number == 0)
-    layers = max(1, round((count - vocab * hidden) / (12 * hidden**2)))
+    layers = max(1, round((count - vocab * hidden) / (12 * hidden**2) / many)) * many
     size = GPTNumbers(layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq=seq)
     shape = _shape(size, f"{count / 1e9:.4g}B parameters", precision, flash, checkpoint_every)
     each = max(1, (total - min(total // 2, (vocab + positions) * hidden)) // layers)
