@@ -43,7 +43,10 @@ def simulate_command(
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="As the preset has it.")] = None,
     stage: Annotated[str, typer.Option(help=f"One of {', '.join(STAGES)}.")] = "3",
     precision: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    buffer_mib: Annotated[int, typer.Option(min=1, help="MiB of a buffer that gradients are reduced through.")] = 16,
+    buffer_mib: Annotated[
+        int | None,
+        typer.Option(min=1, help="MiB of a buffer that gradients are reduced through; else as the engine has it."),
+    ] = None,
     overlap: Annotated[bool, typer.Option(help="Communicate while computing.")] = True,
     device: Annotated[
         str, typer.Option(help="meta: sizes and a virtual clock, for any model. cpu, cuda: real memory and time.")
@@ -98,7 +101,7 @@ def simulate_command(
                 stage=stage,
                 precision=precision,
                 overlap=overlap,
-                buffer_bytes=buffer_mib << 20,
+                buffer_bytes=None if buffer_mib is None else buffer_mib << 20,
             )
 
         here = World(size=world_size, wires=wires, machine=fleet, device=device)

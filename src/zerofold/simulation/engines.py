@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerofold as zf
-from zerofold.prepare import DEFAULT_BUFFER_BYTES
 from zerofold.units import UnitChoice, find_units
 
 Loss = Callable[[nn.Module, torch.device], Tensor]
@@ -35,7 +34,7 @@ class Training:
     precision: str | None = "bf16"
     overlap: bool = True
     live_bytes: int | None = None
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    buffer_bytes: int | None = None
     clip: float | None = None
 
 
