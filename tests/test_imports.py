@@ -88,11 +88,11 @@ ROOMS = [
     "plan.text",
     "plan.call",
     "observe",
+    "simulation",
     "",  # the public face: zerofold/__init__.py
     "plan.page",
     "plan.sliders",
     "plan.command",
-    "simulation",
     "launch",
     "launcher",
     "train",

@@ -194,8 +194,10 @@ def _print(console: Console, points: list[Simulation]) -> None:
         for point in points:
             console.print(f"{point.engine}: by collective", highlight=False)
             for operation, sent in point.sent_bytes.items():
-                waited, occupied = point.exposed.get(operation, 0.0), point.wire_seconds.get(operation, 0.0)
-                line = f"  {operation:15}{sent / 1e9:9.3f} GB sent,{1e3 * occupied:8.1f} ms on the wire,"
-                console.print(f"{line}{1e3 * waited:8.1f} ms exposed", highlight=False)
+                occupied = point.wire_seconds.get(operation, 0.0)
+                line = f"  {operation:15}{sent / 1e9:9.3f} GB sent,{1e3 * occupied:8.1f} ms on the wire"
+                if point.exposed:
+                    line += f",{1e3 * point.exposed.get(operation, 0.0):8.1f} ms exposed"
+                console.print(line, highlight=False)
     for note in dict.fromkeys(note for point in points for note in point.notes):
         console.print(note, highlight=False)
