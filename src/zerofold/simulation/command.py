@@ -17,7 +17,7 @@ from zerofold.bench.gpt import GPTSize
 from zerofold.plan.machine import Link, Machine
 from zerofold.plan.presets import preset
 from zerofold.plan.wires import Wires
-from zerofold.simulation.curves import SCALINGS, curve, efficiency, plot
+from zerofold.simulation.curves import SCALINGS, check_plot, curve, efficiency, plot
 from zerofold.simulation.engines import ENGINES, Training
 from zerofold.simulation.models import choose
 from zerofold.simulation.quantities import bytes_per_second, counts, seconds
@@ -87,6 +87,8 @@ def simulate_command(
             steps="ring" if rings else "tree",
         )
         _check(stage, precision, device, engine, scaling)
+        if plot_file is not None:
+            check_plot(plot_file)
         size = GPTSize(vocab=vocab, width=hidden, layers=layers, heads=heads, seq=seq)
         found = choose(model, size, checkpointing=checkpointing)
         engines = list(ENGINES) if engine == "both" else [engine]
