@@ -89,11 +89,11 @@ ROOMS = [
     "plan.result",
     "plan.call",
     "observe",
+    "simulation",
     "",  # the public face: zerofold/__init__.py
     "plan.page",
     "plan.sliders",
     "plan.command",
-    "simulation",
     "launch",
     "launcher",
     "train",

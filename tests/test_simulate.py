@@ -106,6 +106,33 @@ def test_a_step_takes_what_it_takes_by_hand(
     assert found.exposed_seconds + found.compute_seconds + found.other_seconds == pytest.approx(step, rel=1e-3)
 
 
+# Three layers, messages of 3 s. What is gathered last in forward stays for backward.
+# stage 2   wire      [g0      ][g1      ][g2      ].........[r2      ][r1      ][r0      ]     g0 begins with the step
+#           compute            [f0]      [f1]      [f2][b2  ][b1   ][b0]                       3, 6, 9; 12, 15, 18 to 21
+# stage 3   wire      [g0      ][g1      ][g2      ].........[r2      ][g0      ][r1    ][r0   ]
+#           compute            [f0]      [f1]      [f2][b2  ][b1   ]            [b0]           b0 from 18, r1 too, to 24
+THREE = [
+    ("2", 3.0, 21.0, {"all_gather": 3.0 + 2.0 + 2.0, "reduce_scatter": 6.0}),
+    ("3", 3.0, 24.0, {"all_gather": 3.0 + 2.0 + 2.0 + 4.0, "reduce_scatter": 5.0}),
+    ("2", 1.0, 10.0, {"all_gather": 1.0, "reduce_scatter": 1.0}),
+    ("3", 1.0, 10.0, {"all_gather": 1.0, "reduce_scatter": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("stage", "message", "step", "exposed"), THREE)
+def test_three_units_take_what_they_take_by_hand(
+    stage: str, message: float, step: float, exposed: dict[str, float]
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+
+    here = world(RANKS, wires_for(message), machine=one_second_a_product())
+    found = simulate(replace(two_layers(stage=stage), build=build), here)
+    assert found.step_seconds == pytest.approx(step, rel=1e-3)
+    assert found.compute_seconds == pytest.approx(8.0, rel=1e-3)
+    assert {operation: found.exposed[operation] for operation in exposed} == pytest.approx(exposed, rel=1e-3)
+
+
 def test_the_same_simulation_gives_the_same_numbers() -> None:
     assert simulate(gpt(), world(64)) == simulate(gpt(), world(64))
 

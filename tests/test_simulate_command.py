@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,10 @@ def test_both_engines_on_the_cpu() -> None:
         (["--preset", "H2000"], "H200"),
         (["--rate-across", "fast"], "write 50GB/s"),
         (["--latency-inside", "soon"], "write 5us"),
+        (["--latency-inside", ".."], "write 5us"),
+        (["--latency-inside", "1e400"], "write 5us"),
+        (["--plot", "curve.pdf"], "must end in .png or .svg"),
+        (["--plot", "no/such/folder/curve.png"], "there is no folder no/such/folder"),
         (["--worlds", "1,x", "--scaling", "weak"], "whole numbers with commas"),
         (["--model", "nowhere"], "config.json"),
         (["--model", "no_such_module:build"], "no_such_module"),
@@ -105,7 +110,6 @@ def test_both_engines_on_the_cpu() -> None:
         (["--heads", "7"], "heads"),
         (["--scaling", "strong", "--worlds", "8"], "ends at 2 ranks"),
         (["--stage", "hsdp", "--world-size", "12"], "do not divide into nodes"),
-        (["--scaling", "weak", "--worlds", "1", "--plot", "curve.pdf"], "matplotlib|.png or .svg"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(options: list[str], message: str) -> None:
@@ -113,7 +117,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(options: list[str], message: st
     assert result.exit_code == 2
     assert result.stdout == ""
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert any(part in line for part in message.split("|"))
+    assert message in line
 
 
 def test_quantities_as_people_write_them() -> None:
@@ -130,3 +134,13 @@ def test_a_curve_is_drawn(tmp_path: Path) -> None:
     result = run(*SMALL, "--scaling", "weak", "--worlds", "1,8", "--plot", str(file))
     assert result.exit_code == 0, result.output
     assert "<svg" in file.read_text()
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("zerofold.simulation.curves.simulate", lambda *_, **__: pytest.fail("it was simulated"))
+    result = run(*SMALL, "--plot", str(tmp_path / "curve.png"))
+    assert result.exit_code == 2
+    assert "pip install matplotlib" in result.stderr

@@ -24,6 +24,7 @@ from zerofold.prepare import attach, close, prepare, shard
 from zerofold.replicas import ReplicaError
 from zerofold.samples import Samples
 from zerofold.sharded import ShardedParameter
+from zerofold.simulation.run import simulate
 
 __version__ = "0.1.0"
 
@@ -66,5 +67,6 @@ __all__ = [
     "reload_states",
     "save",
     "shard",
+    "simulate",
     "stage",
 ]

@@ -24,6 +24,7 @@ from zerofold.engine import Engine
 from zerofold.entry import Entry
 from zerofold.groups import Groups, destroy, make_control, ranks_along
 from zerofold.materialise import Init, Materialiser, on_meta
+from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
 from zerofold.offload.wishes import Offload, OffloadChoice, check_row, read_offload
 from zerofold.offloading import Offloading, make_offloading
@@ -40,8 +41,6 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 Load = str | os.PathLike[str] | Contents
 """Where weights come from: a checkpoint by its path, or one that is open already."""
-
-DEFAULT_BUFFER_BYTES = 16 * 2**20
 
 
 def prepare(
@@ -128,7 +127,7 @@ def shard(
     load: Load | None = None,
     device: torch.device | str | None = None,
     live_bytes: int | None = None,
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    buffer_bytes: int | None = None,
     accumulate: int = 1,
     offload: OffloadChoice = None,
     overlap: bool = True,
@@ -153,7 +152,8 @@ def shard(
                   device or any other. Each rank reads only what it keeps
     device        where a model on the meta device goes; the accelerator if there is one, else the CPU
     live_bytes    bound on gathered parameter bytes at any time (stage 3); by default a unit and one ahead
-    buffer_bytes  size of one fused communication buffer
+    buffer_bytes  size of one fused communication buffer; by default 16 MiB on the CPU, 256 MiB elsewhere, and no more
+                  than a unit needs
     accumulate    backwards that make a step: only the last one reduces where gradients stay whole (stages 0, 1, dp),
                   and across groups (hsdp)
     offload       where states live while nobody uses them: {"optimizer": "host", "nvme" or the fraction of the units
@@ -201,7 +201,7 @@ def shard(
             plan.device,
             materialiser=_materialiser(model, plan, init),
             live_bytes=live_bytes,
-            buffer_bytes=buffer_bytes,
+            buffer_bytes=buffer_bytes or default_buffer_bytes(plan.device.type),
             accumulate=accumulate,
             overlap=overlap,
             precision=policy,
@@ -392,7 +392,11 @@ def _check_kinds(mesh: DeviceMesh | None, **functions: object) -> None:
 
 
 def _check_numbers(
-    live_bytes: int | None, buffer_bytes: int, accumulate: int, patience: float | None, check_replicas: int | None
+    live_bytes: int | None,
+    buffer_bytes: int | None,
+    accumulate: int,
+    patience: float | None,
+    check_replicas: int | None,
 ) -> None:
     numbers = {"live_bytes": live_bytes, "buffer_bytes": buffer_bytes, "accumulate": accumulate}
     numbers["check_replicas"] = check_replicas
@@ -401,7 +405,7 @@ def _check_numbers(
             raise TypeError(f"{name}={number!r} must be a whole number")
     if live_bytes is not None and live_bytes <= 0:
         raise ValueError(f"live_bytes={live_bytes} must be a positive number of bytes, or None for the default")
-    if buffer_bytes < 1024:
+    if buffer_bytes is not None and buffer_bytes < 1024:
         raise ValueError(f"buffer_bytes={buffer_bytes} is too small for a communication buffer; give at least 1024")
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate} must be the number of backwards in a step, at least 1")

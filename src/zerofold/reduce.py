@@ -17,14 +17,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zerofold.comm import Comm, Handle
-from zerofold.layout import Chunk, FlatLayout
+from zerofold.layout import Chunk, FlatLayout, Piece
 from zerofold.memory import BufferPool
 from zerofold.timing import REDUCE
 
@@ -82,21 +82,21 @@ class Reducer:
             arriving = self._everywhere(reduction, chunk)
         else:
             arriving = self._exchange(reduction, chunk) if self.comm.is_gloo else self._own_form(reduction, chunk)
+        # What is packed is not needed again, unless the sum is made here: then `add_to` keeps it.
+        rest = replace(reduction, gradients=())
 
         def finish() -> None:
             arriving.handle.wait()
-            for piece in reduction.layout.pieces(place):
+            for piece in rest.layout.pieces(place):
                 part = chunk.part(piece, place)
                 if part.size:
-                    gradient = reduction.gradients[part.index]
-                    own = None if gradient is None else gradient[part.start : part.stop]
-                    target = reduction.shard[part.shard_start : part.shard_stop]
+                    target = rest.shard[part.shard_start : part.shard_stop]
                     columns = slice(part.shard_start - chunk.start, part.shard_stop - chunk.start)
-                    _bring_home(arriving.add_to, target, columns, own, reduction.accumulate[part.index], self.comm)
+                    _bring_home(arriving.add_to, target, columns, part, rest.accumulate[part.index], self.comm)
             for buffer in arriving.buffers:
                 self.pool.give(buffer)
-            if reduction.across and chunk.widths[place]:
-                self._average_across(reduction.shard[chunk.start : chunk.start + chunk.widths[place]], reduction.unit)
+            if rest.across and chunk.widths[place]:
+                self._average_across(rest.shard[chunk.start : chunk.start + chunk.widths[place]], rest.unit)
 
         return finish
 
@@ -135,7 +135,9 @@ class Reducer:
         received = got[: len(others) * width]
         handle = comm.swap_rows(received, sent[:size], chunk.widths, unit=reduction.unit)
 
-        def add_to(target: Tensor, columns: slice, own: Tensor | None, accumulate: bool) -> None:
+        def add_to(target: Tensor, columns: slice, part: Piece, accumulate: bool) -> None:
+            gradient = reduction.gradients[part.index]
+            own = None if gradient is None else gradient[part.start : part.stop]
             rows = [_scaled(row[columns], target.dtype, after) for row in received.view(len(others), width)]
             _sum_in_rank_order(target, rows, own, before * after, comm.rank, accumulate)
 
@@ -167,11 +169,11 @@ class Reducer:
         return _Arriving(handle, _adder(mean, after), [buffer])
 
 
-AddTo = Callable[[Tensor, slice, Tensor | None, bool], None]
+AddTo = Callable[[Tensor, slice, Piece, bool], None]
 
 
 class _Arriving(NamedTuple):
-    """One chunk on the wire: when it is there, `add_to(target, columns, own, accumulate)` brings a part home."""
+    """One chunk on the wire: when it is there, `add_to(target, columns, part, accumulate)` brings a part home."""
 
     handle: Handle
     add_to: AddTo
@@ -179,22 +181,20 @@ class _Arriving(NamedTuple):
 
 
 def _adder(mean: Tensor, scale: float) -> AddTo:
-    def add_to(target: Tensor, columns: slice, own: Tensor | None, accumulate: bool) -> None:
-        part = _scaled(mean[columns], target.dtype, scale)
-        target.add_(part) if accumulate else target.copy_(part)
+    def add_to(target: Tensor, columns: slice, part: Piece, accumulate: bool) -> None:
+        arrived = _scaled(mean[columns], target.dtype, scale)
+        target.add_(arrived) if accumulate else target.copy_(arrived)
 
     return add_to
 
 
-def _bring_home(
-    add_to: AddTo, target: Tensor, columns: slice, own: Tensor | None, accumulate: bool, comm: Comm
-) -> None:
+def _bring_home(add_to: AddTo, target: Tensor, columns: slice, part: Piece, accumulate: bool, comm: Comm) -> None:
     """A shard in host memory is summed on the device all the same."""
     if target.device == comm.device:
-        add_to(target, columns, own, accumulate)
+        add_to(target, columns, part, accumulate)
         return
     total = target.to(comm.device) if accumulate else torch.empty_like(target, device=comm.device)
-    add_to(total, columns, own, accumulate)
+    add_to(total, columns, part, accumulate)
     target.copy_(total)
 
 

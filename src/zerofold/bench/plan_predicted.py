@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zerofold.plan.held import fused_buffers, held_units, ranks_of, widths_of
+from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.plan.machine import Machine
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Point
 from zerofold.plan.presets import preset
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.times import times
-from zerofold.prepare import DEFAULT_BUFFER_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +24,8 @@ class Run:
     checkpointing: bool
 
 
-BUFFER_BYTES = {"cuda": DEFAULT_BUFFER_BYTES, "cpu": 2**18}
-"""Of fused communication. On both a block goes in several: what is on the wire is then the same for every model."""
+BUFFER_BYTES = {"cuda": default_buffer_bytes("cuda"), "cpu": 2**18}
+"""Of fused communication. On the CPU a block goes in several, and small models are like large ones."""
 
 
 class Rates(NamedTuple):
@@ -60,12 +59,8 @@ def point_of(run: Run, precision: str, device: str) -> Point:
 def peak_bytes(shape: ModelShape, run: Run, precision: str, device: str) -> int:
     """By the same function that `zerofold plan` shows."""
     machine, point = machine_of(device, run.world, None), point_of(run, precision, device)
-    ranks, widths = ranks_of(machine, point), widths_of(precision)
-    units = held_units(shape, ranks, widths, point)
     # The plan takes ranks on the CPU to speak by gloo. The fake group reduces as a GPU's would, on the CPU too.
-    as_planned = fused_buffers(units, ranks, widths, point, on_cpu=machine.kind == "cpu")
-    as_it_is = fused_buffers(units, ranks, widths, point, on_cpu=False)
-    return memory(shape, machine, point).device_peak - as_planned + as_it_is
+    return memory(shape, machine, point, by_gloo=False).device_peak
 
 
 def step_seconds(shape: ModelShape, run: Run, precision: str, device: str, rates: Rates) -> float:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from zerofold.config.checking import Checked
 from zerofold.config.errors import wrong
 from zerofold.config.keys_zero import DEFAULT_BUCKET
+from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.placement import row
 
 _ZERO = "zero_optimization"
 _RATIO = f"{_ZERO}.offload_optimizer.ratio"
 _BUCKETS = (f"{_ZERO}.reduce_bucket_size", f"{_ZERO}.allgather_bucket_size")
 _ELEMENT_BYTES = 4
-LEAST_BUFFER_BYTES, MOST_BUFFER_BYTES = 2**20, 16 * 2**20
+LEAST_BUFFER_BYTES = 2**20
 
 
 class Placed(NamedTuple):
@@ -98,7 +100,8 @@ def resolve_buffer_bytes(checked: Checked, model: nn.Module | None) -> int:
             checked.settle(path, DEFAULT_BUCKET, "the default")
     given = [path for path in _BUCKETS if path in checked.given]
     elements = min((checked[path] for path in given), default=DEFAULT_BUCKET)
-    found = min(MOST_BUFFER_BYTES, max(LEAST_BUFFER_BYTES, elements * _ELEMENT_BYTES))
+    most = default_buffer_bytes("cuda" if torch.accelerator.is_available() else "cpu")
+    found = min(most, max(LEAST_BUFFER_BYTES, elements * _ELEMENT_BYTES))
     for path in given:
         checked.map(path, f"upper bounds of one buffer of {found / 2**20:g} MiB")
     return found

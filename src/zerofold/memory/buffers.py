@@ -5,6 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_BYTES = {"cpu": 16 * 2**20}
+_BYTES_ON_ACCELERATORS = 256 * 2**20
+
+
+def default_buffer_bytes(device_type: str) -> int:
+    """Of one buffer. On the CPU small ones stay in its caches. Elsewhere the stream that computes waits for the buffer
+    before the last, so a unit's gradients should go in few.
+
+    >>> default_buffer_bytes("cpu"), default_buffer_bytes("cuda")
+    (16777216, 268435456)
+    """
+    return _BYTES.get(device_type, _BYTES_ON_ACCELERATORS)
+
 
 class BufferPool:
     """Hands out flat buffers of at most `nbytes` each and takes them back; memory grows to what is in use at once.

@@ -64,7 +64,7 @@ def predicted_for(
     accumulate: int = 1,
     tiers: Mapping[str, Tiers] | None = None,
     live_bytes: int | None = None,
-    buffer_bytes: int = 16 * 2**20,
+    buffer_bytes: int = 0,
     device_type: str = "cpu",
     built_bytes: int = 4,
 ) -> Memory:

@@ -109,10 +109,10 @@ class HeldUnit:
 
 
 def held_units(model: ModelShape, ranks: Ranks, widths: Widths, point: Point) -> list[HeldUnit]:
-    return [_hold(unit, ranks, widths, point, model.built_bytes) for unit in _units_of_rank(model, point)]
+    return [_hold(unit, ranks, widths, point, model.built_bytes) for unit in units_of_stage(model, point)]
 
 
-def _units_of_rank(model: ModelShape, point: Point) -> Iterator[UnitShape]:
+def units_of_stage(model: ModelShape, point: Point) -> Iterator[UnitShape]:
     """The fullest pipeline stage: its share of the blocks; of the root, where it is cut, the larger end."""
     for unit in model.units:
         if unit.name != ROOT:
@@ -181,7 +181,7 @@ def _around(name: str) -> Iterator[str]:
     yield ROOT
 
 
-def fused_buffers(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point: Point, *, on_cpu: bool) -> int:
+def fused_buffers(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point: Point, *, by_gloo: bool) -> int:
     """What the pool grows to: for each chunk in flight rows to send and rows received.
 
     gloo sends to each other rank its row and gets as many; others reduce and scatter, and get one.
@@ -196,16 +196,21 @@ def fused_buffers(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point
     if over == 1:
         return IN_FLIGHT * least((capacity, largest)) * widths.wire
     width = least((greatest((1, capacity // over)), largest))
-    return IN_FLIGHT * (2 * (over - 1) if on_cpu else over + 1) * width * widths.wire
+    return IN_FLIGHT * (2 * (over - 1) if by_gloo else over + 1) * width * widths.wire
 
 
-def local_gradients(unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point) -> int:
+def keeps_sent(ranks: Ranks, *, by_gloo: bool) -> bool:
+    """Whether gradients stay until they are reduced: gloo's sums are made of them; others sum what was packed."""
+    return by_gloo and ranks.optimizer_cut > 1
+
+
+def local_gradients(unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point, *, by_gloo: bool) -> int:
     """Of a unit in backward: what autograd makes, until it is reduced; one or two earlier ones may be on the wire."""
     made = unit.largest_local_gradient if unit.shape.name == ROOT else unit.local_gradients
     if ranks.alone and not point.auto and point.tiers.gradients is Tier.DEVICE:
         return 0  # they are the gradients that stay
-    if ranks.optimizer_cut == 1 and not widths.has_master:
-        return made  # copied into the flat gradient at once
+    if not keeps_sent(ranks, by_gloo=by_gloo):
+        return made  # copied into a buffer or into the flat gradient at once
     in_chunks = made // widths.compute * widths.wire > point.buffer_bytes
     return made * (2 if in_chunks else 1 + IN_FLIGHT)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from math import trunc  # not int(), which forgets how a number was made: zerofold.plan.followed
 from typing import NamedTuple
 
+from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.offload.sizes import GRADIENTS, OPTIMIZER, PARAMETERS
 from zerofold.placement import Tier, Tiers
 from zerofold.plan.followed import greatest, least
@@ -30,6 +31,7 @@ from zerofold.plan.held import (
     fused_buffers,
     gathered_at_once,
     held_units,
+    keeps_sent,
     local_gradients,
     ranks_of,
     widths_of,
@@ -92,10 +94,12 @@ def memory(
     *,
     widths: Widths | None = None,
     tiers: Mapping[str, Tiers] | None = None,
+    by_gloo: bool | None = None,
 ) -> Memory:
     """What a rank holds, by line, and the most of it at once. Of the first rank, which has the most where they differ.
 
     `widths`: instead of those of the point's precision. `tiers`: of each unit by name, instead of the point's.
+    `by_gloo`: whether ranks speak by it; by default those on the CPU do.
 
     >>> from zerofold.plan.presets import preset
     >>> from zerofold.plan.transformer import from_parameters
@@ -103,19 +107,21 @@ def memory(
     >>> round(found.states / 1e9, 1), found.peak_at
     (1.9, 'backward of the root')
     """
+    point = replace(point, buffer_bytes=point.buffer_bytes or default_buffer_bytes(machine.kind))
     ranks, widths = ranks_of(machine, point), widths or widths_of(point.precision)
     units = held_units(model, ranks, widths, point)
     activity = activity_of(model, point)
     samples = point.micro_batch
     on_cpu = machine.kind == "cpu"
+    by_gloo = on_cpu if by_gloo is None else by_gloo
     gathered = gathered_at_once(units, ranks, point)
-    buffers = fused_buffers(units, ranks, widths, point, on_cpu=on_cpu)
+    buffers = fused_buffers(units, ranks, widths, point, by_gloo=by_gloo)
     workspaces = 0 if on_cpu else LIBRARY_WORKSPACES
     may_offload = point.auto or point.tiers.is_offloaded or bool(tiers)
     ring = UPDATE_RING if may_offload and not on_cpu else 0
     checkpoints, logits = trunc(activity.checkpoints.at(samples)), trunc(activity.logits.at(samples))
     alive = greatest(trunc(moment.alive.at(samples)) for moment in activity.moments)
-    most_local = greatest(local_gradients(unit, ranks, widths, point) for unit in units)
+    most_local = greatest(local_gradients(unit, ranks, widths, point, by_gloo=by_gloo) for unit in units)
     tiered = by_tier(
         units,
         ranks,
@@ -139,7 +145,7 @@ def memory(
         ring=ring,
     )
     init = _init_peak(units, ranks, widths, point, model, parts)
-    instants = [*_instants(units, activity, parts, ranks, widths, point), Instant("init", init)]
+    instants = [*_instants(units, activity, parts, ranks, widths, point, by_gloo=by_gloo), Instant("init", init)]
     most = greatest(instant.nbytes for instant in instants)
     peak = next(instant for instant in instants if instant.nbytes == most)
     comes_and_goes = gathered + buffers + most_local + alive
@@ -240,7 +246,14 @@ def _positive(number: PerSample) -> PerSample:
 
 
 def _instants(
-    units: Sequence[HeldUnit], activity: Activity, parts: Parts, ranks: Ranks, widths: Widths, point: Point
+    units: Sequence[HeldUnit],
+    activity: Activity,
+    parts: Parts,
+    ranks: Ranks,
+    widths: Widths,
+    point: Point,
+    *,
+    by_gloo: bool,
 ) -> Iterator[Instant]:
     """Every moment at which the most can be there."""
     samples, base = point.micro_batch, parts.parameters + parts.optimizer + parts.fixed
@@ -254,7 +267,7 @@ def _instants(
             gradients = parts.gradients if parts.gradients_stay else 0
             yield Instant(f"forward of {name}", base + gradients + parts.gathered + alive)
             continue
-        local = _local_at(moment, unit, ranks, widths, point)
+        local = _local_at(moment, unit, ranks, widths, point, by_gloo=by_gloo)
         if parts.gradients_stay:
             yield Instant(f"backward of {name}", base + parts.gradients + local + parts.gathered + alive)
             continue
@@ -274,12 +287,12 @@ def _instants(
     yield Instant("step", base + parts.gradients + parts.ring)
 
 
-def _local_at(moment: Moment, unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point) -> int:
+def _local_at(moment: Moment, unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point, *, by_gloo: bool) -> int:
     """Gradients as autograd makes them, beside those that stay. A trace has followed them; else it may be a unit's."""
     if moment.gradients is None:
-        return local_gradients(unit, ranks, widths, point)
-    is_sent = not ranks.alone and (ranks.optimizer_cut > 1 or widths.has_master)
-    return trunc(moment.gradients + (moment.sent if is_sent else 0))
+        return local_gradients(unit, ranks, widths, point, by_gloo=by_gloo)
+    is_kept = not ranks.alone and keeps_sent(ranks, by_gloo=by_gloo)
+    return trunc(moment.gradients + (moment.sent if is_kept else 0))
 
 
 class _Coming:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zerofold.placement import INSIDE, Placement
-from zerofold.plan.held import ranks_of
+from zerofold.plan.held import ranks_of, units_of_stage
 from zerofold.plan.machine import Machine
 from zerofold.plan.point import Point
-from zerofold.plan.shape import ROOT, ModelShape, UnitShape
+from zerofold.plan.shape import ModelShape, UnitShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +50,16 @@ def mesh_of(machine: Machine, point: Point) -> Mesh:
 
 
 def units_of_rank(model: ModelShape, point: Point) -> tuple[UnitShape, ...]:
-    """What the fullest device has of every unit, 1/tensor of each: its share of the blocks, and of a root that a
-    pipeline cuts, the larger end. As `zerofold.plan.held` counts them."""
-    if point.tensor == point.pipeline == 1:
-        return model.units
-    return tuple(_on_rank(unit, point.tensor, point.pipeline) for unit in model.units)
+    """What the fullest device has of every unit: 1/tensor of each unit of its stage."""
+    units = tuple(units_of_stage(model, point))
+    return units if point.tensor == 1 else tuple(_part(unit, point.tensor) for unit in units)
 
 
-def _on_rank(unit: UnitShape, tensor: int, pipeline: int) -> UnitShape:
-    tensors, trained, count = unit.tensors, unit.trained, unit.count
-    if unit.name != ROOT:
-        count = -(-count // pipeline)
-    elif pipeline > 1 and len(tensors) > 1:
-        tensors = (max(tensors),)
-        trained = tensors[0]
+def _part(unit: UnitShape, tensor: int) -> UnitShape:
     return replace(
         unit,
-        trained=-(-trained // tensor),
+        trained=-(-unit.trained // tensor),
         frozen=-(-unit.frozen // tensor),
-        count=count,
-        tensors=tuple(-(-each // tensor) for each in tensors),
+        tensors=tuple(-(-each // tensor) for each in unit.tensors),
         frozen_tensors=tuple(-(-each // tensor) for each in unit.frozen_tensors),
     )

@@ -27,8 +27,8 @@ class Point:
     """Bound on what is gathered at once; None: the root and two blocks."""
     on_meta: bool = True
     """The model is built on the meta device, and gets memory unit by unit; else all of it is on the device before."""
-    buffer_bytes: int = 16 * 2**20
-    """As `zf.prepare` takes it."""
+    buffer_bytes: int = 0
+    """As `zf.prepare` takes it; 0: what it takes by itself on such a device."""
 
     @property
     def samples(self) -> int:

@@ -10,6 +10,7 @@ Virtual time is kept by adding numbers up: exact, and the same every time. On th
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -167,15 +168,16 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._computing = torch.cuda.current_stream(device)
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._fills = torch.cuda.Stream(device)
+        self._fills = _urgent_stream(device)
         self._host = WallClock()
         self.cycles_per_second = _calibrate(device)
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @property
     def exposed(self) -> defaultdict[str, float]:
-        """Of the waits of the stream that computes, as far as it waits for messages itself."""
+        """Of the stream that computes, as far as it waits for messages itself: an engine may let another one wait."""
         torch.cuda.synchronize(self._device)
         total = defaultdict(float, self._host.exposed)
         for operation, before, after in self._waits:
@@ -185,19 +187,31 @@ class CudaClock:
     def send(self, wire: str, operation: str, seconds: float, fill: Callable[[], None]) -> Ticket:
         if wire == HOST:
             return self._host.send(wire, operation, seconds, fill)
-        stream = self._streams.setdefault(wire, torch.cuda.Stream(self._device))
-        current = torch.cuda.current_stream(self._device)
+        if wire not in self._streams:  # torch has 32 streams in all, and hands them out again
+            self._streams[wire] = _urgent_stream(self._device)
+        stream, current = self._streams[wire], torch.cuda.current_stream(self._device)
         for each in (stream, self._fills):
             each.wait_stream(current)
         with torch.cuda.stream(self._fills):
             fill()
         with torch.cuda.stream(stream):
             if seconds > 0:
-                torch.cuda._sleep(int(seconds * self.cycles_per_second))
+                torch.cuda._sleep(round(seconds * self.cycles_per_second))
             stream.wait_stream(self._fills)
-            over = torch.cuda.Event()
-            over.record(stream)
-        return _OnStream(operation, over, self._waits)
+            over = stream.record_event()
+        return _OnStream(self, operation, over)
+
+    def wait_for(self, operation: str, over: torch.cuda.Event) -> None:
+        """Of the current stream."""
+        current = torch.cuda.current_stream(self._device)
+        if current != self._computing:
+            current.wait_event(over)
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(current)
+        current.wait_event(over)
+        after.record(current)
+        self._waits.append((operation, before, after))
 
     def forget(self) -> None:
         self._waits.clear()
@@ -209,34 +223,35 @@ class CudaClock:
 
 
 class _OnStream:
-    def __init__(
-        self, operation: str, over: torch.cuda.Event, waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]]
-    ) -> None:
-        self._operation, self._over, self._waits = operation, over, waits
+    def __init__(self, clock: CudaClock, operation: str, over: torch.cuda.Event) -> None:
+        self._clock, self._operation, self._over = clock, operation, over
 
     def wait(self) -> None:
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        torch.cuda.current_stream().wait_event(self._over)
-        after.record()
-        self._waits.append((self._operation, before, after))
+        self._clock.wait_for(self._operation, self._over)
 
     def is_over(self) -> bool:
         return self._over.query()
 
 
+def _urgent_stream(device: torch.device) -> torch.cuda.Stream:
+    """Its kernels begin when the next block of another ends, not when all blocks that wait have had their turn."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 def _calibrate(device: torch.device) -> float:
-    """Cycles a second of the kernel that waits, at the clock rate of a GPU that has work to do."""
-    cycles = 20_000_000
-    work = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-    for _ in range(50):
-        work = torch.nn.functional.normalize(work @ work)
+    """Cycles a second of the kernel that waits, at the clock rate of a GPU that computes beside it."""
+    cycles = 20_000_000  # some 10 ms
+    matrix = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    product, beside = torch.empty_like(matrix), _urgent_stream(device)
     rates = []
-    for _ in range(3):
+    for _ in range(5):
+        for _ in range(100):
+            torch.mm(matrix, matrix, out=product)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        torch.cuda._sleep(cycles)
-        after.record()
-        after.synchronize()
+        with torch.cuda.stream(beside):
+            before.record(beside)
+            torch.cuda._sleep(cycles)
+            after.record(beside)
+        torch.cuda.synchronize(device)
         rates.append(cycles / (before.elapsed_time(after) / 1e3))
-    return sorted(rates)[1]
+    return statistics.median(rates[1:])  # the first also loads kernels

@@ -17,7 +17,7 @@ from zerofold.bench.gpt import GPTSize
 from zerofold.plan.machine import Link, Machine
 from zerofold.plan.presets import preset
 from zerofold.plan.wires import Wires
-from zerofold.simulation.curves import SCALINGS, curve, efficiency, plot
+from zerofold.simulation.curves import SCALINGS, check_plot, curve, efficiency, plot
 from zerofold.simulation.engines import ENGINES, Training
 from zerofold.simulation.models import choose
 from zerofold.simulation.quantities import bytes_per_second, counts, seconds
@@ -43,7 +43,10 @@ def simulate_command(
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="As the preset has it.")] = None,
     stage: Annotated[str, typer.Option(help=f"One of {', '.join(STAGES)}.")] = "3",
     precision: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
-    buffer_mib: Annotated[int, typer.Option(min=1, help="MiB of a buffer that gradients are reduced through.")] = 16,
+    buffer_mib: Annotated[
+        int | None,
+        typer.Option(min=1, help="MiB of a buffer that gradients are reduced through; else as the engine has it."),
+    ] = None,
     overlap: Annotated[bool, typer.Option(help="Communicate while computing.")] = True,
     device: Annotated[
         str, typer.Option(help="meta: sizes and a virtual clock, for any model. cpu, cuda: real memory and time.")
@@ -84,6 +87,8 @@ def simulate_command(
             steps="ring" if rings else "tree",
         )
         _check(stage, precision, device, engine, scaling)
+        if plot_file is not None:
+            check_plot(plot_file)
         size = GPTSize(vocab=vocab, width=hidden, layers=layers, heads=heads, seq=seq)
         found = choose(model, size, checkpointing=checkpointing)
         engines = list(ENGINES) if engine == "both" else [engine]
@@ -98,7 +103,7 @@ def simulate_command(
                 stage=stage,
                 precision=precision,
                 overlap=overlap,
-                buffer_bytes=buffer_mib << 20,
+                buffer_bytes=None if buffer_mib is None else buffer_mib << 20,
             )
 
         here = World(size=world_size, wires=wires, machine=fleet, device=device)
@@ -191,8 +196,10 @@ def _print(console: Console, points: list[Simulation]) -> None:
         for point in points:
             console.print(f"{point.engine}: by collective", highlight=False)
             for operation, sent in point.sent_bytes.items():
-                waited, occupied = point.exposed.get(operation, 0.0), point.wire_seconds.get(operation, 0.0)
-                line = f"  {operation:15}{sent / 1e9:9.3f} GB sent,{1e3 * occupied:8.1f} ms on the wire,"
-                console.print(f"{line}{1e3 * waited:8.1f} ms exposed", highlight=False)
+                occupied = point.wire_seconds.get(operation, 0.0)
+                line = f"  {operation:15}{sent / 1e9:9.3f} GB sent,{1e3 * occupied:8.1f} ms on the wire"
+                if point.exposed:
+                    line += f",{1e3 * point.exposed.get(operation, 0.0):8.1f} ms exposed"
+                console.print(line, highlight=False)
     for note in dict.fromkeys(note for point in points for note in point.notes):
         console.print(note, highlight=False)

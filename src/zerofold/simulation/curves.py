@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,26 +53,43 @@ def efficiency(points: Sequence[Simulation], point: Simulation) -> float:
     return (point.samples_per_second / point.world) / (first.samples_per_second / first.world)
 
 
-def plot(points: Sequence[Simulation], file: Path, *, scaling: str) -> None:
-    """Step time by what it is spent on, and efficiency, over the number of ranks."""
-    try:
-        figure: Any = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+def check_plot(file: Path) -> None:
+    """Before anything is simulated."""
     if file.suffix not in (".png", ".svg"):
         raise ValueError(f"--plot {file}: the name must end in .png or .svg")
-    drawn = figure.Figure(figsize=(9, 4), layout="constrained")
+    if not file.parent.is_dir():
+        raise ValueError(f"--plot {file}: there is no folder {file.parent}; make it first")
+    _figures()
+
+
+def plot(points: Sequence[Simulation], file: Path, *, scaling: str) -> None:
+    """Step time by what it is spent on, and efficiency, over the number of ranks."""
+    drawn = _figures().Figure(figsize=(9, 4), layout="constrained")
     left, right = drawn.subplots(1, 2)
     for engine in dict.fromkeys(point.engine for point in points):
         some = [point for point in points if point.engine == engine]
         ranks = [point.world for point in some]
+        exposed = [point.exposed_seconds or math.nan for point in some]  # none has no place on a scale of powers
         left.plot(ranks, [point.step_seconds for point in some], marker="o", label=f"{engine}: step")
-        left.plot(ranks, [point.exposed_seconds for point in some], marker=".", ls="--", label=f"{engine}: exposed")
+        left.plot(ranks, exposed, marker=".", ls="--", label=f"{engine}: exposed")
         right.plot(ranks, [100 * efficiency(some, point) for point in some], marker="o", label=engine)
+    ranks = sorted({point.world for point in points})
     left.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds of a step")
-    right.set(xscale="log", xlabel="ranks", ylabel="samples a second and rank, % of the fewest", ylim=(0, None))
+    right.set(xscale="log", xlabel="ranks", ylabel="efficiency, % of the fewest ranks", ylim=(0, 110))
     for axes in (left, right):
+        axes.set_xticks(ranks, [f"{rank:,}" for rank in ranks], rotation=30)
+        axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
-        axes.legend()
+    low, high = left.get_ylim()
+    left.set_ylim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))  # whole powers have labels
+    left.legend()
+    right.legend(loc="lower left")
     drawn.suptitle(f"{points[0].model}, stage {points[0].stage}, {scaling} scaling, simulated", fontsize=10)
     drawn.savefig(file, dpi=150)
+
+
+def _figures() -> Any:
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None

@@ -9,8 +9,7 @@ a program asks for are 1 (a norm that needs no clipping, a flag that all ranks a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zerofold.plan.compute import ATTAINED, KERNEL_GAP
 from zerofold.plan.machine import Machine
+from zerofold.plan.tracing.kernels import DeviceKernels
 from zerofold.simulation.clocks import VirtualClock
 from zerofold.simulation.memory import LiveBytes, tensors_in
 
@@ -50,7 +50,7 @@ class ModelledDevice(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         if self._device_type == "meta":
-            self._kernels.enter_context(_attention_kernels())
+            self._kernels.enter_context(DeviceKernels("cuda"))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -90,44 +90,6 @@ class ModelledDevice(TorchDispatchMode):
         moved = _bytes_moved(func, args, kwargs, inputs, outputs)
         seconds = max(flops / (ATTAINED * rate), moved / self.machine.memory_rate)
         self.clock.compute(KERNEL_GAP + seconds, launch=self.machine.kernel_seconds)
-
-
-@contextmanager
-def _attention_kernels() -> Iterator[None]:
-    """On the meta device torch takes attention apart into matrices of sequence × sequence, which no GPU does.
-
-    Inside, it calls the kernels that a GPU would take: they have shapes on the meta device as well.
-    """
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
-        yield
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if enable_gqa:
-        times = query.shape[-3] // key.shape[-3]
-        key, value = (each.repeat_interleave(times, -3) if times > 1 else each for each in (key, value))
-    if attn_mask is None and query.element_size() == 2:
-        found = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
-    else:
-        if attn_mask is not None:
-            shape = (*query.shape[:-1], key.shape[-2])
-            attn_mask = attn_mask.expand(shape) if attn_mask.dtype is query.dtype else query.new_empty(()).expand(shape)
-        needs = torch.is_grad_enabled() and query.requires_grad
-        found = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale
-        )
-    result: Tensor = found[0]
-    return result
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import zerofold as zf
-from zerofold.prepare import DEFAULT_BUFFER_BYTES
+from zerofold.access import ledger
+from zerofold.prepare import close, prepare
 from zerofold.units import UnitChoice, find_units
 
 Loss = Callable[[nn.Module, torch.device], Tensor]
@@ -35,7 +35,7 @@ class Training:
     precision: str | None = "bf16"
     overlap: bool = True
     live_bytes: int | None = None
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    buffer_bytes: int | None = None
     clip: float | None = None
 
 
@@ -49,7 +49,7 @@ class Ready:
 def zerofold(training: Training, model: nn.Module, device: torch.device, per_node: int) -> Ready:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     stage: int | str = int(training.stage) if training.stage.isdigit() else training.stage
-    zf.prepare(
+    prepare(
         model,
         optimizer,
         stage=stage,
@@ -69,7 +69,7 @@ def zerofold(training: Training, model: nn.Module, device: torch.device, per_nod
         optimizer.step()
         optimizer.zero_grad()
 
-    return Ready(step, lambda: dict(zf.ledger(model).snapshot()["state_bytes"]), lambda: zf.close(model, gather=False))
+    return Ready(step, lambda: dict(ledger(model).snapshot()["state_bytes"]), lambda: close(model, gather=False))
 
 
 def fsdp2(training: Training, model: nn.Module, device: torch.device, per_node: int) -> Ready:

@@ -151,7 +151,8 @@ class ModelledGroup(dist.ProcessGroup):
                 for part in parts:
                     part.copy_(own)
 
-        return self._send("all_gather", sum(map(_nbytes, outputs)), inputs, fill)
+        received = [part for parts in outputs for part in parts]
+        return self._send("all_gather", _nbytes(received), [*received, *inputs], fill)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> ModelledWork:
         return self._reduce_scatter([output], [input])
@@ -166,7 +167,8 @@ class ModelledGroup(dist.ProcessGroup):
             for output, parts in zip(outputs, inputs, strict=True):
                 output.copy_(parts[self._rank])
 
-        return self._send("reduce_scatter", sum(map(_nbytes, inputs)), outputs, fill)
+        sent = [part for parts in inputs for part in parts]
+        return self._send("reduce_scatter", _nbytes(sent), [*outputs, *sent], fill)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Any = None, input_splits: Any = None, opts: Any = None
@@ -177,14 +179,15 @@ class ModelledGroup(dist.ProcessGroup):
             else:
                 output.zero_()
 
-        return self._send("all_to_all", input.nbytes, [output], fill)
+        return self._send("all_to_all", input.nbytes, [output, input], fill)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> ModelledWork:
         def fill() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
                 output.copy_(parts[self._rank])
 
-        return self._send("scatter", self._size * _nbytes(outputs), outputs, fill)
+        sent = [part for parts in inputs for part in parts]
+        return self._send("scatter", self._size * _nbytes(outputs), [*outputs, *sent], fill)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> ModelledWork:
         def fill() -> None:
@@ -192,7 +195,8 @@ class ModelledGroup(dist.ProcessGroup):
                 for part in parts:
                     part.copy_(own)
 
-        return self._send("gather", self._size * _nbytes(inputs), inputs, fill)
+        received = [part for parts in outputs for part in parts]
+        return self._send("gather", self._size * _nbytes(inputs), [*inputs, *received], fill)
 
     _allgather_base: Any = all_gather_single
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
@@ -210,7 +214,7 @@ class ModelledGroup(dist.ProcessGroup):
                 for some in others:
                     some.copy_(own.view(1, -1).expand_as(some))
 
-        return self._send("all_gather", _nbytes(outputs), outputs, fill)
+        return self._send("all_gather", _nbytes(outputs), [*outputs, *inputs], fill)
 
     def _reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor]) -> ModelledWork:
         def fill() -> None:
@@ -228,6 +232,7 @@ class ModelledGroup(dist.ProcessGroup):
         *,
         times: int = 1,
     ) -> ModelledWork:
+        """`tensors`: all that the message reads and writes, kept until somebody has waited for it."""
         network = self.network
         for look in network.on_send:
             look()

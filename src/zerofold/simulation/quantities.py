@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -15,8 +16,8 @@ def bytes_per_second(text: str) -> float:
     (50000000000.0, 50000000000.0, 1000000000.0)
     """
     found = re.fullmatch(_NUMBER + r"(?:([kKmMgGtT]?)([bB])(?:it)?(?:/s|ps)?)?", text)
-    number = _positive(found)
-    if found is None or number is None:
+    number = _number(found)
+    if found is None or not number:
         raise ValueError(f"{text!r} is no rate: write 50GB/s, 400Gb/s (bits), or bytes a second")
     bits = 8 if found[3] == "b" else 1
     return number * _PREFIX[(found[2] or "").lower()] / bits
@@ -28,9 +29,10 @@ def seconds(text: str) -> float:
     (5e-06, 0.001)
     """
     found = re.fullmatch(_NUMBER + r"(s|ms|us|µs|ns)?", text)
-    if found is None:
+    number = _number(found)
+    if found is None or number is None:
         raise ValueError(f"{text!r} is no time: write 5us, 0.1ms or seconds")
-    return float(f"{float(found[1]) * _TIMES[found[2] or '']:.12g}")
+    return float(f"{number * _TIMES[found[2] or '']:.12g}")
 
 
 def counts(option: str, text: str) -> list[int]:
@@ -44,9 +46,10 @@ def counts(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _positive(found: re.Match[str] | None) -> float | None:
+def _number(found: re.Match[str] | None) -> float | None:
+    """None where it is none, or has no end."""
     try:
-        number = 0.0 if found is None else float(found[1])
+        number = math.nan if found is None else float(found[1])
     except ValueError:
         return None
-    return number if number > 0 else None
+    return number if math.isfinite(number) else None

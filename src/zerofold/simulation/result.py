@@ -27,7 +27,7 @@ class Simulation:
     exposed_seconds: float
     """For which the device waits for messages."""
     exposed: dict[str, float]
-    """The same by collective, as far as it can be told."""
+    """The same by collective; empty where that cannot be told."""
     wire_seconds: dict[str, float]
     """For which the wires are occupied, by collective."""
     sent_bytes: dict[str, float]

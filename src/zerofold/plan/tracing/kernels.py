@@ -35,11 +35,34 @@ class DeviceKernels(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            # In here a mode is off. Blocks that are recomputed in backward must find the kernels of forward.
+            with self:
+                return _backward(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return _attention(self._device, *args, **kwargs)
         if self._device == "cuda" and func in (F.dropout, torch.dropout):
             return _dropout(*args, **{_TRAINING.get(name, name): value for name, value in kwargs.items()})
         return func(*args, **kwargs)
+
+
+def _backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """As torch.autograd.backward does, which would take the mode off again."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,),
+        (torch.ones_like(loss) if gradient is None else gradient,),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        tuple(inputs or ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -95,8 +95,8 @@ def read(recording: Recording, vocabulary: int | None) -> list[Stretch]:
 
 
 class _Wire:
-    """Slabs whose reduction is under way: as in `zerofold.reduce`, a slab goes in chunks, of which the last two have
-    not been waited for; each keeps all gradients of its slab."""
+    """Slabs whose reduction is under way: as in `zerofold.reduce` by gloo, a slab goes in chunks, of which the last
+    two have not been waited for; each keeps all gradients of its slab."""
 
     def __init__(self) -> None:
         self._chunks: deque[int] = deque(maxlen=_IN_FLIGHT)
@@ -148,6 +148,10 @@ class Line(NamedTuple):
     def at(self, samples: float) -> float:
         """In all, on one of several ranks."""
         return self.alive.at(samples) + self.gradients + self.sent
+
+    def at_packed(self, samples: float) -> float:
+        """In all, where what is sent is a packed copy, and gradients go."""
+        return self.alive.at(samples) + self.gradients
 
     def at_alone(self, samples: float) -> float:
         """In all, on a rank alone."""
@@ -236,7 +240,9 @@ def _size(step: PerSample) -> PerSample:
 
 def _highest_of_all(lines: list[Line]) -> tuple[Line, ...]:
     """For several ranks, and what a rank alone has besides."""
-    return tuple(dict.fromkeys([*_highest(lines, Line.at), *_highest(lines, Line.at_alone)]))
+    return tuple(
+        dict.fromkeys(found for at in (Line.at, Line.at_packed, Line.at_alone) for found in _highest(lines, at))
+    )
 
 
 def _highest(lines: list[Line], at: Callable[[Line, float], float]) -> list[Line]:

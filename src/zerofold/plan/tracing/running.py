@@ -72,20 +72,12 @@ def record(
             # What a training loop keeps of the batch and the output it keeps until the step is over.
             recording.kept_inputs = sum(recorder.sizes.get(number, 0) for number in inputs)
             recording.events.append(Entered(Phase.BACKWARD, 0))
-            _run_backward(start)
+            start.backward()
     finally:
         boundary.remove()
         for handle in handles:
             handle.remove()
     return recording
-
-
-def _run_backward(start: Tensor) -> None:
-    """As torch.autograd.backward does, which would take the kernels' mode off: blocks may be computed again in it."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        (start,), (torch.ones_like(start),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 def _batch(example: Any, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from zerofold.entry import Entry
+from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.nested import tensors_in
 from zerofold.plan.shape import Activity, ModelShape, Moment, UnitShape
 from zerofold.plan.tracing.moments import Stretch, fit, line_through, logits_of, moments, read
@@ -16,7 +17,6 @@ from zerofold.plan.tracing.recording import Recording
 from zerofold.plan.tracing.running import Loss, record
 from zerofold.plan.tracing.shadow import Shadow
 from zerofold.precision import Precision, policy_of
-from zerofold.prepare import DEFAULT_BUFFER_BYTES
 from zerofold.units import UnitChoice
 
 FITTED = (2, 3)
@@ -36,7 +36,7 @@ def trace(
     precision: str | Precision | None = "bf16",
     device_like: str = "cuda",
     loss: Loss | None = None,
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    buffer_bytes: int | None = None,
     name: str | None = None,
 ) -> ModelShape:
     """What a model's forward and backward take on a device, without one and without memory for the model.
@@ -80,7 +80,7 @@ def trace(
                 device=device_like,
                 keepers=keepers,
                 loss=loss,
-                buffer_bytes=buffer_bytes,
+                buffer_bytes=buffer_bytes or default_buffer_bytes(device_like),
             )
 
         recordings = [run(samples) for samples in (*FITTED, 1)]
