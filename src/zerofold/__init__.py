@@ -2,6 +2,11 @@
 
 from zerofold.access import clip_grad_norm_, clip_grad_value_, full, full_grad, full_params, last_step, ledger, no_sync
 from zerofold.accumulate import accumulate
+from zerofold.activation.blocks import Checkpointing, checkpoint_blocks
+from zerofold.activation.checkpointing import checkpoint as _checkpoint_of_activations
+from zerofold.activation.cross_entropy import cross_entropy
+from zerofold.activation.offload import offload_activations
+from zerofold.activation.store import CheckpointStore
 from zerofold.checkpoint.contents import CheckpointError
 from zerofold.checkpoint.export import export
 from zerofold.checkpoint.load import load
@@ -26,12 +31,17 @@ from zerofold.samples import Samples
 from zerofold.sharded import ShardedParameter
 from zerofold.simulation.run import simulate
 
+# The package of that name is loaded by now and stays in sys.modules: `from zerofold.checkpoint.save import …` works.
+checkpoint = _checkpoint_of_activations
+
 __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
     "Accelerator",
     "CheckpointError",
+    "CheckpointStore",
+    "Checkpointing",
     "CommError",
     "DivergenceError",
     "Lion",
@@ -46,9 +56,12 @@ __all__ = [
     "accumulate",
     "add_config_arguments",
     "attach",
+    "checkpoint",
+    "checkpoint_blocks",
     "clip_grad_norm_",
     "clip_grad_value_",
     "close",
+    "cross_entropy",
     "explain_oom",
     "export",
     "full",
@@ -61,6 +74,7 @@ __all__ = [
     "ledger",
     "load",
     "no_sync",
+    "offload_activations",
     "offload_states",
     "plan",
     "prepare",

@@ -320,6 +320,11 @@ class Hooks:
         self._accumulation, self._callback_queued = accumulation, True
         self.reductions.begin_accumulation(late=accumulation.glue)
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Inside zf.accumulate."""
+        return self._accumulation is not None
+
     def end_accumulation(self, *, is_complete: bool, waits: bool = True) -> None:
         self._accumulation, self._calls = None, Calls()
         self.schedule.end_accumulation()

@@ -35,6 +35,10 @@ class Done:
         if self._event is not None:
             self._event.synchronize()
 
+    @property
+    def is_over(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
 
 class Transfers:
     """The side streams of one model.

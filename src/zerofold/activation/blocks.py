@@ -1,0 +1,239 @@
+"""zf.checkpoint_blocks: the blocks of a model checkpointed where they are called, before or after it is sharded.
+
+A block gets a class of its own that differs in `__call__` alone, as torch's FSDP2 does it: names, hooks and isinstance
+stay as they are. The checkpoint is around the hooks, so that what gathers a unit runs again with it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerofold.activation.chains import NO_CHAIN, first_of, groups_of, run_in_turn, same_but_first
+from zerofold.activation.checkpointing import Policy, checkpoint
+from zerofold.activation.store import CheckpointStore
+from zerofold.engine import Engine
+from zerofold.units import UnitChoice, find_units
+
+_ON_MODEL = "_zerofold_checkpointing"
+_ON_BLOCK = "_zerofold_checkpointed"
+# A block computed again would write into a cache twice. Hugging Face's own checkpointing leaves it out as well.
+_CACHES: dict[str, Any] = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
+
+
+def checkpoint_blocks(
+    model: nn.Module,
+    every: int = 1,
+    *,
+    policy: Policy | None = None,
+    keep: str = "device",
+    contiguous: bool = False,
+    path: str | os.PathLike[str] | None = None,
+    units: UnitChoice = None,
+    use_reentrant: bool = False,
+) -> Checkpointing:
+    """From now on the model's blocks forget what they compute in forward, and compute it again in backward.
+
+    every          blocks that are computed again from one kept input; several must follow each other, each called
+                   with the same arguments but for the stream
+    policy         what of the inside is kept all the same, see `zf.checkpoint`
+    keep           where the inputs wait for backward: "device", "host" (pinned memory; on the device are those of two
+                   blocks at most) or "nvme"
+    contiguous     with keep="device": in one block of memory for all of a step, used again in the next
+    path           the folder for keep="nvme"
+    units          which modules are blocks, as for `zf.prepare`; by default the units of a sharded model, and the
+                   repeated blocks of any other
+    use_reentrant  as torch means it
+
+    Call it before `zf.prepare` or after. Losses and gradients stay as they are, to the bit. What comes back ends it
+    with `remove()`, and shows what is kept. Without gradients (evaluation, generation) blocks run as before; inside
+    `zf.accumulate`, which computes units again itself, too. With `every` over 1, what a model reads between the blocks
+    of a group is the end of the group.
+
+    >>> import torch, zerofold as zf
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    >>> checkpointing = zf.checkpoint_blocks(model, every=2, keep="host")
+    >>> loss = model(torch.ones(1, 8, requires_grad=True)).sum()
+    >>> checkpointing.groups, checkpointing.nbytes["host"]
+    (2, 8192)
+    >>> loss.backward(); checkpointing.remove()
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every={every!r}: give the number of blocks per checkpoint, at least 1")
+    if getattr(model, _ON_MODEL, None) is not None:
+        raise ValueError("checkpoint_blocks was called on this model already: call remove() on what it returned first")
+    if contiguous and keep != "device":
+        raise ValueError(f'contiguous=True is for keep="device", not for keep={keep!r}: leave it out')
+    if policy is not None and use_reentrant:
+        raise ValueError("policy= needs a checkpoint that is not reentrant: leave use_reentrant=True out")
+    store = CheckpointStore(keep, path=path) if keep != "device" or contiguous else None
+    blocks = _blocks_of(model, units)
+    if not blocks:
+        raise ValueError("checkpoint_blocks: no repeated blocks were found in this model: name them with units=")
+    run = partial(checkpoint, use_reentrant=use_reentrant, policy=policy, store=store)
+    return Checkpointing(model, groups_of(blocks, every), run, store)
+
+
+class Checkpointing:
+    """What `checkpoint_blocks` has put on a model. It ends with the model, or with `remove`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[list[nn.Module]],
+        run: Callable[..., Any],
+        store: CheckpointStore | None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.store, self._modules = store, [module for group in groups for module in group]
+        self.groups = len(groups)
+        """Inputs that are kept in a forward, where blocks take one each."""
+        for modules in groups:
+            group = _Group(modules, run, self._is_on)
+            for index, module in enumerate(modules):
+                _turn_into(module, _Member(group, index))
+        setattr(model, _ON_MODEL, self)
+
+    def remove(self) -> None:
+        """From here on blocks keep what they compute. The memory of the store is given back."""
+        for module in self._modules:
+            vars(module).pop(_ON_BLOCK, None)
+            plain: Any = getattr(type(module), "_zerofold_plain", None)
+            if plain is not None and type(module) is _checkpointed(plain):  # not of another class on top of it
+                module.__class__ = plain
+        model = self._model()
+        if model is not None and vars(model).get(_ON_MODEL) is self:
+            delattr(model, _ON_MODEL)
+        if self.store is not None:
+            self.store.close()
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of kept inputs now, by tier. Those that autograd itself keeps on the device are not counted."""
+        return {"device": 0, "host": 0, "nvme": 0} if self.store is None else self.store.nbytes
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Of the contiguous block on the device, used or not."""
+        return 0 if self.store is None else self.store.arena_nbytes
+
+    def _is_on(self) -> bool:
+        model = self._model()
+        engine = None if model is None else getattr(model, "_zerofold_engine", None)
+        is_accumulating = isinstance(engine, Engine) and engine.hooks.is_accumulating
+        return torch.is_grad_enabled() and not is_accumulating
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()  # a copy of the model is one without
+
+
+def _nothing() -> None:
+    """In place of what belongs to another model."""
+
+
+class _Group:
+    """Blocks that are computed again together, from the input of the first."""
+
+    def __init__(self, modules: list[nn.Module], run: Callable[..., Any], is_on: Callable[[], bool]) -> None:
+        self._calls = [partial(_plain_call, module) for module in modules]
+        self._run, self._is_on = run, is_on
+        self._given: tuple[Any, Any] | None = None  # with what the first was called, until the last has passed
+        self._result: Any = None
+
+    def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_on():
+            return self._calls[index](*args, **kwargs)
+        kwargs = {key: _CACHES.get(key, value) for key, value in kwargs.items()}
+        if index == 0:
+            self._given = self._result = None  # of a forward that raised
+            result = self._run(partial(_in_turn, self._calls), *args, **kwargs)
+            if len(self._calls) > 1:
+                self._given, self._result = (args, kwargs), result
+            return result
+        if self._given is None:  # by itself, without the blocks before
+            return self._run(self._calls[index], *args, **kwargs)
+        return self._pass(index, args, kwargs)
+
+    def _pass(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """This block has been computed with the first: what comes in is what goes out."""
+        result, given = self._result, self._given
+        assert given is not None
+        if first_of((args, kwargs)) is not first_of(result) or not same_but_first(given, (args, kwargs)):
+            self._given = self._result = None
+            raise ValueError(NO_CHAIN)
+        if index == len(self._calls) - 1:
+            self._given = self._result = None
+        return result
+
+
+def _in_turn(calls: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+    return run_in_turn(calls, args, kwargs)
+
+
+class _Member:
+    """Which block of which group a module is."""
+
+    def __init__(self, group: _Group, index: int) -> None:
+        self.group, self.index = group, index
+
+
+def _blocks_of(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
+    engine = getattr(model, "_zerofold_engine", None)
+    if units is None and isinstance(engine, Engine):
+        found = {unit.name: unit.module for unit in engine.units if unit.module is not model}
+    else:
+        found = find_units(model, units)
+    inner = {name for name in found if any(name.startswith(f"{other}.") for other in found)}
+    blocks = {name: module for name, module in found.items() if name not in inner}
+    if any(getattr(module, "gradient_checkpointing", False) for module in blocks.values()):
+        warnings.warn(
+            "checkpoint_blocks: the model checkpoints its blocks itself: they would be computed three times; call "
+            "model.gradient_checkpointing_disable() first",
+            stacklevel=3,
+        )
+    return blocks
+
+
+def _turn_into(module: nn.Module, member: _Member) -> None:
+    vars(module)[_ON_BLOCK] = member
+    plain: Any = type(module)
+    module.__class__ = _checkpointed(plain)
+
+
+def _plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """With the module's hooks, past its checkpoint."""
+    plain: Any = getattr(type(module), "_zerofold_plain", type(module))
+    return plain.__call__(module, *args, **kwargs)
+
+
+@cache
+def _checkpointed(plain: Any) -> type[nn.Module]:
+    """The class in another form: a call goes through the group of the module."""
+
+    class Checkpointed(plain):
+        __doc__ = plain.__doc__
+        _zerofold_plain = plain
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            member: _Member | None = vars(self).get(_ON_BLOCK)
+            if member is None:
+                return plain.__call__(self, *args, **kwargs)
+            return member.group.call(member.index, args, kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Copied and pickled as what it was."""
+            made = list(super().__reduce_ex__(protocol))
+            made[1] = tuple(plain if each is type(self) else each for each in made[1])
+            made[2:3] = [{key: value for key, value in state.items() if key != _ON_BLOCK} for state in made[2:3]]
+            return tuple(made)
+
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(Checkpointed, name, getattr(plain, name))
+    return Checkpointed

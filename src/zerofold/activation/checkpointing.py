@@ -1,0 +1,117 @@
+"""zf.checkpoint: a function whose inside is forgotten in forward and computed again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from zerofold.activation.store import CheckpointStore, Place
+from zerofold.nested import map_tensors
+from zerofold.sharded import ShardedTensor
+
+T = TypeVar("T")
+
+Policy = Callable[..., Any] | Sequence[Any]
+"""As torch's selective checkpointing takes it: operators whose results are kept, or a function that decides."""
+
+
+def checkpoint(
+    fn: Callable[..., T],
+    *args: Any,
+    use_reentrant: bool = False,
+    policy: Policy | None = None,
+    store: CheckpointStore | None = None,
+    **kwargs: Any,
+) -> T:
+    """Runs `fn(*args, **kwargs)`, keeps its inputs alone, and runs it again in backward: the same random numbers, the
+    same autocast, the same gradients to the bit.
+
+    use_reentrant  as torch means it: a backward inside the backward
+    policy         what of the inside is kept all the same: a list of operators, or a function, as for torch's
+                   `create_selective_checkpoint_contexts`; not with use_reentrant
+    store          where the inputs wait for backward: a `zf.CheckpointStore`; else on the device, where they are
+
+    Tensors in nested lists, tuples and dicts count as inputs, of keywords too.
+
+    >>> import torch, zerofold as zf
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> zf.checkpoint(torch.square, x).sum().backward(); x.grad
+    tensor([2., 2.])
+    """
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    if policy is not None and use_reentrant:
+        raise ValueError("policy= needs a checkpoint that is not reentrant: leave use_reentrant=True out")
+    call = _Call(fn, args, kwargs)
+    run = call.run if store is None else partial(_inside, store, call.run)
+    options: dict[str, Any] = {"use_reentrant": use_reentrant}
+    if policy is not None:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    with nullcontext() if store is None or store.depth else _kept_in(store, call.tensors):
+        result: T = torch_checkpoint(run, *call.tensors, **options)
+    return result
+
+
+class _Call:
+    """A function with all tensors of its arguments in one row, where torch looks for devices and what to keep."""
+
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._fn = fn
+        self.tensors: list[Tensor] = []
+        self._places: dict[int, int] = {}
+        self._marks: list[Tensor] = []
+        self._given = map_tensors(self._mark, (tuple(args), dict(kwargs)))
+
+    def _mark(self, tensor: Tensor) -> Tensor:
+        mark = torch.empty(0)
+        self._places[id(mark)] = len(self.tensors)
+        self._marks.append(mark)
+        self.tensors.append(tensor)
+        return mark
+
+    def run(self, *tensors: Tensor) -> Any:
+        args, kwargs = map_tensors(lambda mark: tensors[self._places[id(mark)]], self._given)
+        return self._fn(*args, **kwargs)
+
+
+def _inside(store: CheckpointStore, run: Callable[..., Any], *tensors: Tensor) -> Any:
+    store.depth += 1
+    try:
+        return run(*tensors)
+    finally:
+        store.depth -= 1
+
+
+def _kept_in(store: CheckpointStore, tensors: list[Tensor]) -> saved_tensors_hooks:
+    """Around torch's checkpoint, which saves the inputs as autograd saves tensors."""
+    block = store.begin()
+    places = {_key(tensor): store.put(block, tensor) for tensor in tensors if _is_to_be_kept(tensor)}
+
+    def pack(tensor: Tensor) -> Tensor | Place:
+        return places.get(_key(tensor), tensor)
+
+    def unpack(saved: Tensor | Place) -> Tensor:
+        return store.get(saved) if isinstance(saved, Place) else saved
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _is_to_be_kept(tensor: Tensor) -> bool:
+    """What a block makes for the next. A mask or a table of positions is shared by all, and parameters have a home."""
+    if isinstance(tensor, ShardedTensor) or type(tensor) not in (Tensor, nn.Buffer):
+        return False
+    return tensor.requires_grad and not isinstance(tensor._base, nn.Parameter)
+
+
+def _key(tensor: Tensor) -> Hashable:
+    """Which bytes it looks at, and how: unlike its id, the same for every object that autograd makes of it."""
+    where = tensor.untyped_storage()._cdata
+    return where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

@@ -1,0 +1,214 @@
+"""zf.cross_entropy: the loss of a language model's head without its logits, which are the peak of many models.
+
+            vocabulary ───────────►
+tokens  [ tile ][ tile ][ tile ]      a tile of logits is made, used and dropped; of a row of tiles the
+   │    [ tile ]  …                   log-sum-exp stays, one number per token. Backward makes each tile
+   ▼                                  again, and knows its softmax at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_REDUCTIONS = ("mean", "sum", "none")
+TOKENS, VOCABULARY = 2048, 16384
+"""A tile of 128 MiB in fp32: large enough for full speed of matrix units, small beside any model's activations."""
+
+
+def cross_entropy(
+    hidden: Tensor,  # [..., width]
+    weight: Tensor,  # [vocabulary, width]
+    targets: Tensor,  # [...]
+    *,
+    bias: Tensor | None = None,
+    chunk: int = TOKENS,
+    vocabulary_chunk: int = VOCABULARY,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, exact, with the logits of at most `chunk`
+    tokens and `vocabulary_chunk` words in memory at a time.
+
+    The log-sum-exp is in fp32. Backward computes the logits again, a third more work in the head. Call it inside the
+    forward of the model that has the weight, which then is gathered like any other: `zf.cross_entropy(x,
+    self.head.weight, targets)`; tied embeddings too. With reduction="none" the losses have the shape of `targets`.
+
+    >>> import torch, zerofold as zf
+    >>> hidden, weight = torch.ones(3, 4), torch.zeros(8, 4)
+    >>> zf.cross_entropy(hidden, weight, torch.tensor([0, 5, -100])).exp()
+    tensor(8.)
+    """
+    _check(hidden, weight, targets, bias, chunk, vocabulary_chunk, label_smoothing, reduction)
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    tiles = _Tiles(chunk, vocabulary_chunk, ignore_index, label_smoothing)
+    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    losses: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, wanted, tiles)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (wanted != ignore_index).sum()
+
+
+class _Tiles(NamedTuple):
+    tokens: int
+    words: int
+    ignore_index: int
+    smoothing: float
+
+
+class _Ranges(NamedTuple):
+    """Of one tile."""
+
+    tokens: slice
+    words: slice
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, words: slice) -> Tensor:
+    """In the dtype of the head, as F.linear rounds them, then fp32 (or wider)."""
+    part = torch.nn.functional.linear(hidden, weight[words], None if bias is None else bias[words])
+    return part.to(torch.promote_types(part.dtype, torch.float32))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Losses per token; 0 where a token is ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, tiles: _Tiles
+    ) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows = [_row(hidden, weight, bias, targets, tiles, tokens) for tokens in _tokens(hidden, tiles)]
+        losses, sums = zip(*rows, strict=True)
+        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(sums))
+        ctx.tiles = tiles
+        return torch.cat(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, sums = ctx.saved_tensors
+        tiles: _Tiles = ctx.tiles
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wide = sums.dtype
+        # Sums over tiles are fp32, or each of them would be rounded.
+        to_hidden = torch.empty_like(hidden) if wants_hidden else None
+        to_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
+        to_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if wants_bias else None
+        gradient = gradient.masked_fill(targets == tiles.ignore_index, 0)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for tokens in _tokens(hidden, tiles):
+                part = hidden[tokens]
+                row = torch.zeros(part.shape, dtype=wide, device=part.device) if wants_hidden else None
+                for words in _words(weight, tiles):
+                    ranges = _Ranges(tokens, words)
+                    tile = _logits(part, weight, bias, words).sub_(sums[tokens, None]).exp_()
+                    to_logits = _to_logits(tile, targets, gradient, tiles, ranges, len(weight)).to(hidden.dtype)
+                    del tile
+                    if row is not None:
+                        row += to_logits @ weight[words]
+                    if to_weight is not None:
+                        to_weight[words] += to_logits.T @ part
+                    if to_bias is not None:
+                        to_bias[words] += to_logits.sum(0, dtype=wide)
+                    del to_logits
+                if to_hidden is not None and row is not None:
+                    to_hidden[tokens] = row
+        to_weight = None if to_weight is None else to_weight.to(weight.dtype)
+        to_bias = None if to_bias is None else to_bias.to(bias.dtype)
+        return to_hidden, to_weight, to_bias, None, None
+
+
+def _row(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, tiles: _Tiles, tokens: slice
+) -> tuple[Tensor, Tensor]:
+    """Losses and log-sum-exps of some tokens."""
+    part, wanted = hidden[tokens], targets[tokens]
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    sums = torch.full(wanted.shape, -torch.inf, dtype=wide, device=part.device)
+    chosen, total = torch.zeros_like(sums), torch.zeros_like(sums)
+    for words in _words(weight, tiles):
+        tile = _logits(part, weight, bias, words)
+        is_here, index = _inside(wanted, words)
+        chosen += tile.gather(1, index[:, None])[:, 0].masked_fill_(~is_here, 0)
+        if tiles.smoothing:
+            total += tile.sum(1)
+        sums = torch.logaddexp(sums, tile.logsumexp(1))
+        del tile
+    losses = sums - chosen
+    if tiles.smoothing:
+        losses = (1 - tiles.smoothing) * losses + tiles.smoothing * (sums - total / len(weight))
+    is_word = (wanted >= 0) & (wanted < len(weight))
+    if part.device.type == "cpu" and not bool((is_word | (wanted == tiles.ignore_index)).all()):
+        raise ValueError(f"cross_entropy: a target is none of the {len(weight)} words: give 0 to {len(weight) - 1}")
+    # Elsewhere to look would wait for the device; a loss that is no number is seen.
+    return losses.masked_fill_(~is_word, torch.nan).masked_fill_(wanted == tiles.ignore_index, 0), sums
+
+
+def _to_logits(
+    softmax: Tensor, targets: Tensor, gradient: Tensor, tiles: _Tiles, ranges: _Ranges, vocabulary: int
+) -> Tensor:
+    """The gradient of a tile of logits, in the memory of its softmax."""
+    is_here, index = _inside(targets[ranges.tokens], ranges.words)
+    if tiles.smoothing:
+        softmax -= tiles.smoothing / vocabulary
+    share = is_here.to(softmax.dtype).mul_(tiles.smoothing - 1)
+    return softmax.scatter_add_(1, index[:, None], share[:, None]).mul_(gradient[ranges.tokens, None])
+
+
+def _inside(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+    """Which targets are among these words, and where; 0 for the others."""
+    is_here = (targets >= words.start) & (targets < words.stop)
+    return is_here, (targets - words.start).masked_fill_(~is_here, 0)
+
+
+def _tokens(hidden: Tensor, tiles: _Tiles) -> Iterator[slice]:
+    """At least one, though it be empty."""
+    return _pieces(max(1, len(hidden)), tiles.tokens)
+
+
+def _words(weight: Tensor, tiles: _Tiles) -> Iterator[slice]:
+    return _pieces(len(weight), tiles.words)
+
+
+def _pieces(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    chunk: int,
+    vocabulary_chunk: int,
+    label_smoothing: float,
+    reduction: str,
+) -> None:
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"cross_entropy: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit: give "
+            "[..., width] and [vocabulary, width]"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"cross_entropy: targets {tuple(targets.shape)} are to have a word for each of hidden's "
+            f"{tuple(hidden.shape[:-1])} places"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"cross_entropy: bias {tuple(bias.shape)} is to be {tuple(weight.shape[:1])}, as the weight")
+    if chunk < 1 or vocabulary_chunk < 1:
+        raise ValueError(f"cross_entropy: chunk={chunk}, vocabulary_chunk={vocabulary_chunk}: give at least 1")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"cross_entropy: label_smoothing={label_smoothing}: give a number from 0 to 1")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"cross_entropy: reduction={reduction!r}: use one of {', '.join(_REDUCTIONS)}")

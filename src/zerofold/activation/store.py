@@ -1,0 +1,222 @@
+"""Tensors kept from forward to backward off the device, or in one block of it: copied down behind their use, and up
+one block before it.
+
+forward    [ f0 ][ f1 ][ f2 ][ f3 ]        a block's inputs go down while it computes, and leave the device when the
+down       [d0  ][d1  ][d2  ]              block after the next begins
+backward   [ b3 ][ b2 ][ b1 ][ b0 ]        while a block is computed again, the inputs of the one before come up
+up               [u1  ][u0  ]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerofold.activation.shelves import Item, Shelf, make_shelf
+from zerofold.memory import Done
+from zerofold.placement import Tier
+
+AT_ONCE = 2  # blocks whose inputs are on the device: the one that computes, and its neighbour on its way
+
+
+class Kept:
+    """One tensor: its place on the shelf, and what is on the device of it now. When it goes, its place is free."""
+
+    def __init__(self, shelf: Shelf, tensor: Tensor) -> None:
+        self._shelf = shelf
+        self._item: Item = shelf.put(tensor)
+        self.nbytes = self._item.layout.nbytes
+        self.version = tensor._version
+        # Without its graph. A shelf on the device has a copy, and the tensor may go at once.
+        self._here: Tensor | None = tensor.detach() if shelf.frees_device else None
+        self._is_origin = self._here is not None
+        self._arrival = Done()
+        self._lent: weakref.ref[Tensor] | None = None
+
+    def let_go(self) -> None:
+        """What came with forward leaves the device; the copy may still be under way."""
+        if self._here is None:
+            return
+        if self._is_origin and self._here._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._here.shape)} that is kept for backward (the input of a checkpoint, or "
+                "an activation) was changed in place after it was used: write `x = x + …` for `x += …`"
+            )
+        self._shelf.settle(self._item)
+        self._here = None
+
+    def fetch(self) -> None:
+        """It is wanted next but one: a file is read."""
+        if not self.is_here:
+            self._shelf.fetch(self._item)
+
+    def start(self) -> None:
+        """It is wanted next: its copy to the device begins."""
+        if self._here is None:
+            self._here = None if self._lent is None else self._lent()
+        if self._here is None:
+            self._here, self._arrival = self._shelf.get(self._item)
+            self._is_origin = False
+
+    def use(self) -> Tensor:
+        self.start()
+        assert self._here is not None
+        self._arrival.wait()
+        if self._is_origin:
+            (self._item.done or Done()).wait()  # its memory may go right after its use
+        # A second backward over the same graph asks again.
+        tensor, self._here = self._here, None
+        self._lent = weakref.ref(tensor)
+        return tensor
+
+    @property
+    def is_here(self) -> bool:
+        return self._here is not None or (self._lent is not None and self._lent() is not None)
+
+    def __del__(self) -> None:
+        if sys.is_finalizing() or not hasattr(self, "_item"):  # the driver may be gone; or there was no room for it
+            return
+        if self._here is not None:
+            # Its memory is free for the current stream only after the copies from and to it.
+            (self._item.done or Done()).wait()
+            self._arrival.wait()
+        self._shelf.give(self._item)
+
+
+class Block:
+    """What one checkpointed call keeps."""
+
+    def __init__(self, before: Block | None) -> None:
+        self.kept: list[Kept] = []
+        self._before = None if before is None else weakref.ref(before)
+
+    @property
+    def before(self) -> Block | None:
+        """The one that backward comes to after this one, if its graph is still there."""
+        return None if self._before is None else self._before()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Stands in autograd's graph for a kept tensor."""
+
+    block: Block
+    kept: Kept
+
+
+class CheckpointStore:
+    """Keeps the inputs of checkpointed calls: in one contiguous block of the "device", on the "host", or on "nvme".
+
+    The memory is taken with the first tensor and used again in every step. Where the device is the host, copies are
+    made all the same.
+
+    path   the folder for "nvme"
+
+    >>> import torch, zerofold as zf
+    >>> store, x = zf.CheckpointStore("host"), torch.ones(2, 2, requires_grad=True)
+    >>> y = zf.checkpoint(torch.exp, x, store=store)
+    >>> store.nbytes["host"] > 0
+    True
+    >>> y.sum().backward(); del y; store.nbytes["host"]
+    0
+    >>> store.close()
+    """
+
+    def __init__(self, keep: str = "host", *, path: str | os.PathLike[str] | None = None) -> None:
+        try:
+            self.tier = Tier(keep)
+        except ValueError:
+            raise ValueError(f'keep={keep!r}: use "device", "host" or "nvme"') from None
+        if self.tier is Tier.NVME and path is None:
+            raise ValueError('keep="nvme" needs a folder on the disk: add path=')
+        self._path = path
+        self._shelf: Shelf | None = None
+        self._device: torch.device | None = None
+        self._blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+        self._last: weakref.ref[Block] | None = None
+        self._resident: deque[weakref.ref[Block]] = deque()
+        self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that several blocks take, while they live
+        self.depth = 0
+        """Calls under way whose inputs are kept here; calls inside them keep nothing, since they are made again."""
+        self.peak_device_nbytes = 0
+        """The most bytes of kept tensors that were on the device at once."""
+
+    def begin(self) -> Block:
+        """For the next call. Inputs of the call before the last one leave the device."""
+        while len(self._resident) >= AT_ONCE:
+            self._let_go(self._resident.popleft()())
+        block = Block(None if self._last is None else self._last())
+        self._last = weakref.ref(block)
+        self._resident.append(self._last)
+        self._blocks.add(block)
+        return block
+
+    def put(self, block: Block, tensor: Tensor) -> Place:
+        """A tensor that several blocks take is kept once."""
+        found = self._seen.get(tensor)
+        kept: Kept | None = None if found is None else found()
+        if kept is None or kept.version != tensor._version:
+            kept = Kept(self._shelf_on(tensor.device), tensor)
+            self._seen[tensor] = weakref.ref(kept)
+        block.kept.append(kept)
+        self._note_peak()
+        return Place(block, kept)
+
+    def get(self, place: Place) -> Tensor:
+        """The tensor, on the device; those of the block before are set going."""
+        before = place.block.before
+        place.kept.start()
+        for kept in () if before is None else before.kept:
+            kept.start() if self.tier is Tier.HOST else kept.fetch()
+        self._note_peak()
+        return place.kept.use()
+
+    def close(self) -> None:
+        """Gives all memory back; no graph may need it any more."""
+        self._resident.clear()
+        if self._shelf is not None:
+            self._shelf.close()
+            self._shelf = None
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of kept tensors now, by tier; on the device those that are there beside their copies."""
+        taken: dict[str, int] = {} if self._shelf is None else self._shelf.nbytes()
+        return {"device": self._device_nbytes, "host": 0, "nvme": 0, **taken}
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Of the block on the device, used or not."""
+        return 0 if self._shelf is None else self._shelf.arena_nbytes
+
+    @property
+    def _device_nbytes(self) -> int:
+        if self._shelf is not None and not self._shelf.frees_device:
+            return self._shelf.nbytes()["device"]
+        here = {id(kept): kept.nbytes for block in self._blocks for kept in block.kept if kept.is_here}
+        return sum(here.values())
+
+    def _note_peak(self) -> None:
+        self.peak_device_nbytes = max(self.peak_device_nbytes, self._device_nbytes)
+
+    def _shelf_on(self, device: torch.device) -> Shelf:
+        if self._shelf is None:
+            self._shelf, self._device = make_shelf(self.tier, device, self._path), device
+        if device != self._device:
+            raise ValueError(f"a checkpoint on {device}, in a store that has those of {self._device}: use one for each")
+        return self._shelf
+
+    def _let_go(self, block: Block | None) -> None:
+        for kept in () if block is None else block.kept:
+            kept.let_go()
+
+    def __deepcopy__(self, memo: Any) -> CheckpointStore:
+        return CheckpointStore(self.tier.value, path=self._path)
