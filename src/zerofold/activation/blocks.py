@@ -201,6 +201,10 @@ def _blocks_of(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
     return blocks
 
 
+def _new(plain: Any, *args: Any) -> Any:
+    return plain.__new__(plain, *args)
+
+
 def _turn_into(module: nn.Module, member: _Member) -> None:
     vars(module)[_ON_BLOCK] = member
     plain: Any = type(module)
@@ -230,7 +234,7 @@ def _checkpointed(plain: Any) -> type[nn.Module]:
         def __reduce_ex__(self, protocol: Any) -> Any:
             """Copied and pickled as what it was."""
             made = list(super().__reduce_ex__(protocol))
-            made[1] = tuple(plain if each is type(self) else each for each in made[1])
+            made[:2] = _new, tuple(plain if each is type(self) else each for each in made[1])
             made[2:3] = [{key: value for key, value in state.items() if key != _ON_BLOCK} for state in made[2:3]]
             return tuple(made)
 
