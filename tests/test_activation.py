@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import Block, TinyGPT, batches, make_model
-from ranks import raised
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy
 
 import zerofold as zf
+from models import Block, TinyGPT, batches, make_model
+from ranks import raised
 
 ROWS: list[int | str] = [0, 1, 2, 3, "dp", "hsdp", "hpz"]
 WAYS: dict[str, dict[str, Any]] = {
@@ -261,7 +261,8 @@ def test_names_copies_and_classes_stay() -> None:
     plain, model = make_model(layers=2), make_model(layers=2)
     checkpointing = zf.checkpoint_blocks(model, keep="host")
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert isinstance(model.blocks[0], Block) and type(model.blocks[0]).__name__ == "Block"
+    assert isinstance(model.blocks[0], Block)
+    assert type(model.blocks[0]).__name__ == "Block"
     for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(made.blocks[0]) is Block
         made(*next(batches(1, rank=0))).backward()

@@ -482,6 +482,7 @@ def test_monitoring() -> None:
     assert settings.flops_profiler.profile_step == 5
     assert settings.tag_validation == "Fail"
     assert settings.activation_checkpointing["partition_activations"] is True
+    assert settings.activation_checkpointing["cpu_checkpointing"] is False
     mapped = {note.key for note in settings.notes if note.fate == "mapped"}
     assert mapped == {"activation_checkpointing.partition_activations"}
 

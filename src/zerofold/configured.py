@@ -20,6 +20,7 @@ from zerofold.optim.probe import why_not_elementwise
 # They speak of what happens in a step, and without an engine there is nobody to tell.
 _OF_THE_ENGINE = (
     *("tensorboard", "csv_monitor", "wandb", "flops_profiler", "comms_logger", "checkpoint"),
+    "activation_checkpointing",
     *("wall_clock_breakdown", "memory_breakdown", "steps_per_print"),
 )
 

@@ -68,6 +68,15 @@ class Updates(Protocol):
     def nbytes_on_device(self) -> int: ...
 
 
+class Checkpoints(Protocol):
+    """Inputs of checkpointed blocks that wait for backward."""
+
+    @property
+    def nbytes(self) -> dict[str, int]: ...
+    @property
+    def arena_nbytes(self) -> int: ...
+
+
 class Engine:
     """The units of one model with their schedule, hooks and counters."""
 
@@ -235,6 +244,11 @@ class Engine:
         self.changes.take_in(self.hooks)
         if self.changes.count != before:
             self.boundary.look(self.model)
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """Of its blocks, where `zf.checkpoint_blocks` was called, before it was sharded or after."""
+        return getattr(self.model, "_zerofold_checkpointing", None)
 
     @property
     def psi(self) -> int:

@@ -95,6 +95,8 @@ class Checkpointing:
         self.store, self._modules = store, [module for group in groups for module in group]
         self.groups = len(groups)
         """Inputs that are kept in a forward, where blocks take one each."""
+        self.first_blocks = [group[0] for group in groups]
+        """Those whose inputs are kept."""
         for modules in groups:
             group = _Group(modules, run, self._is_on)
             for index, module in enumerate(modules):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zerofold.compat.activations import keep_as
 from zerofold.compat.engine import DeepSpeedEngine
 from zerofold.compat.engine_checkpoints import keep_config
 from zerofold.compat.leaves import leaf_units
@@ -82,6 +83,8 @@ def initialize(
     device = init_distributed(distributed_port=distributed_port, auto=dist_init_required is not False, device_of=model)
     settings = resolve(given_config, world=dist.get_world_size(), device=device, model=model)
     announce(settings, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
+    if given_config.get("activation_checkpointing"):
+        keep_as(settings.activation_checkpointing)
     if dist.get_rank() == 0:
         _keep(settings)
     if not any(p.is_meta or isinstance(p, ShardedParameter) for p in model.parameters()):

@@ -13,7 +13,9 @@ from zerofold.config.kinds import FLAG, MAPPING, REAL, TEXT, choice, number, who
 
 _DISK = "zerofold reads and writes the disk without libaio, in blocks and threads of its own choice"
 _OWN_CHECKPOINTS = "zerofold writes its own checkpoints, one file per rank, each checked and renamed when whole"
-_CHECKPOINTING = "zf.checkpoint is still to come; kept, no effect yet"
+_PARTITION = "cut over the ranks of tensor parallelism; with one rank in that axis there is nothing to cut"
+_NUMBER = "the memory for them is what the first step turns out to need"
+_PROFILE = "zf.ledger(model).record() shows where the time of a step goes"
 _TENSOR_PARALLEL = "tensor parallelism is still to come; use data parallelism alone"
 _PIPELINE = "pipeline parallelism is still to come; use data parallelism alone"
 _EXPERTS = "expert parallelism is still to come; experts are sharded like all parameters"
@@ -99,14 +101,14 @@ CHECKPOINTS: dict[str, Spec] = {
 ACTIVATIONS: dict[str, Spec] = {
     "activation_checkpointing": Section(
         {
-            "partition_activations": mapped(FLAG, _CHECKPOINTING, False, silent=(False,)),
-            "cpu_checkpointing": mapped(FLAG, _CHECKPOINTING, False, silent=(False,)),
-            "contiguous_memory_optimization": mapped(FLAG, _CHECKPOINTING, False, silent=(False,)),
-            "number_checkpoints": mapped(whole(0), _CHECKPOINTING, silent=(0,)),
-            "synchronize_checkpoint_boundary": mapped(FLAG, _CHECKPOINTING, False, silent=(False,)),
-            "profile": mapped(FLAG, _CHECKPOINTING, False, silent=(False,)),
+            "partition_activations": mapped(FLAG, _PARTITION, False, silent=(False,)),
+            "cpu_checkpointing": honoured(FLAG, False),
+            "contiguous_memory_optimization": honoured(FLAG, False),
+            "number_checkpoints": mapped(whole(0), _NUMBER, silent=(0,)),
+            "synchronize_checkpoint_boundary": honoured(FLAG, False),
+            "profile": mapped(FLAG, _PROFILE, False, silent=(False,)),
         },
-        example='{"partition_activations": true}',
+        example='{"cpu_checkpointing": true}',
     ),
 }
 

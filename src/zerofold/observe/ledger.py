@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zerofold.engine import Engine
 from zerofold.observe.recording import Recording
 from zerofold.observe.states import is_temporary, master_nbytes, nbytes_of, parameter_nbytes, totals
@@ -27,7 +29,11 @@ class Ledger:
         the start.
 
         `comm_bytes_by_group` tells what went to all ranks, inside this rank's group, or across groups.
-        `temporary_bytes` are no states: gathered parameters not owned here, and fused and cached buffers.
+        `temporary_bytes` are no states: gathered parameters not owned here, fused and cached buffers, and, with
+        `zf.checkpoint_blocks` that keeps inputs itself, "checkpoints": its block of the device, used or not, or what
+        is on the device of those kept elsewhere. `checkpoint_bytes` has all of those by tier.
+        On CUDA, `device_memory` is what torch's allocator has of the device, for everything in this process, and its
+        "fragmentation": the most it reserved over the most that was allocated.
         After `record`: `steps`, `time`, `peak_state_bytes`, `peak_tier_bytes`.
         """
         engine = self._engine
@@ -43,7 +49,10 @@ class Ledger:
                 "gathered": sum(slab.storage.nbytes for slab in engine.slabs() if is_temporary(slab)),
                 "cached": engine.cache.nbytes,
                 "buffers": engine.pool.nbytes,
+                **self._checkpoints_on_device(),
             },
+            **self._checkpoints(),
+            **self._device_memory(),
             "tier_bytes": self._by_tier(),
             **self._offload(),
             "peak_live_bytes": engine.schedule.peak_live_bytes,
@@ -53,6 +62,28 @@ class Ledger:
             "comm_elements": round(sum(engine.traffic.elements.values())),
             **self._recorded(),
         }
+
+    def _checkpoints_on_device(self) -> dict[str, int]:
+        found = self._engine.checkpoints
+        return {} if found is None else {"checkpoints": max(found.arena_nbytes, found.nbytes["device"])}
+
+    def _checkpoints(self) -> dict[str, Any]:
+        found = self._engine.checkpoints
+        return {} if found is None else {"checkpoint_bytes": found.nbytes}
+
+    def _device_memory(self) -> dict[str, Any]:
+        device = self._engine.device
+        if device.type != "cuda":
+            return {}
+        peaks = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
+        found: dict[str, float] = {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "peak_allocated": peaks[1],
+            "peak_reserved": peaks[0],
+            "fragmentation": peaks[0] / max(1, peaks[1]),
+        }
+        return {"device_memory": found}
 
     def record(self, *, trace: bool = True, keep: int = 2) -> Recording:
         """From now on, until the recording is stopped or its `with` ends, time and peaks are written down.

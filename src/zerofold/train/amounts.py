@@ -15,8 +15,9 @@ def workload(options: TrainOptions, micro_batch: int) -> Workload:
     with torch.device("meta"):
         model = GPT(options.gpt)
         tokens = torch.zeros(1, options.gpt.seq, dtype=torch.long)
-    shape = trace(model, (tokens, tokens), units=Block, checkpoint_every=[0], precision=options.precision)
-    return Workload(shape=shape, micro_batch=micro_batch)
+    every = options.checkpoint_every
+    shape = trace(model, (tokens, tokens), units=Block, checkpoint_every=[every], precision=options.precision)
+    return Workload(shape=shape, micro_batch=micro_batch, checkpoint_every=every)
 
 
 def flops_per_token(gpt: GPTConfig, parameters: int) -> int:

@@ -50,6 +50,13 @@ def train_command(
         str | None,
         typer.Option(help="Folder on the disk for --offload nvme or auto.", metavar="DIR", show_default=False),
     ] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Compute blocks again in backward, so many from one kept input; 0: keep everything.")
+    ] = TrainOptions.checkpoint_every,
+    keep: Annotated[
+        str,
+        typer.Option(help="Where those inputs wait for backward; nvme: in --offload-path.", metavar="device|host|nvme"),
+    ] = TrainOptions.keep,
     steps: Annotated[
         int | None,
         typer.Option(help=f"Stop after so many steps; {DEFAULT_STEPS} unless --minutes is given.", show_default=False),
@@ -121,6 +128,7 @@ def train_command(
       zerofold train --nproc 4 --stage 2 --minutes 5
       zerofold train --precision bf16
       zerofold train --offload nvme --offload-path /mnt/nvme
+      zerofold train --checkpoint-every 2 --keep host
       zerofold train --layers 12 --hidden 768 --heads 12 --seq 512 --lr 6e-4
       zerofold train --resume runs/20260101-120000 --nproc 2
       zerofold train --out run --resume auto --max-restarts 3

@@ -97,6 +97,9 @@ class Training:
             scheduler=self.scheduler,
             accumulate=self.shares.accumulate,
         )
+        if options.checkpoint_every:
+            path = options.offload_path if options.keep == "nvme" else None
+            zf.checkpoint_blocks(self.model, options.checkpoint_every, keep=options.keep, path=path)
         self.checkpoint: Path | None = None
         if self.is_to_resume():
             self.state = RunState(**zf.load(self.model, self.optimizer, options.checkpoints, data=self.samples))

@@ -31,6 +31,8 @@ CHANGEABLE = frozenset(
         "stage",
         "offload",
         "offload_path",
+        "checkpoint_every",
+        "keep",
         "precision",
         "steps",
         "minutes",
@@ -60,6 +62,10 @@ class TrainOptions:
     """host, nvme, auto, or the part of the optimizer's states that goes to the host, from 0 to 1."""
     offload_path: str | None = None
     """The folder for what goes to the disk."""
+    checkpoint_every: int = 0
+    """Blocks that are computed again in backward from one kept input; 0: everything is kept."""
+    keep: str = Tier.DEVICE.value
+    """Where those inputs wait: device, host, or nvme, which is a file in `offload_path`."""
     steps: int | None = None
     """Stop after so many optimizer steps. With neither this nor `minutes`: 300."""
     minutes: float | None = None
@@ -102,7 +108,8 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value}: give a number above 0")
-        for name in ("seed", "save_every"):
+        self._check_checkpoints()
+        for name in ("seed", "save_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more")
         if (self.out / METRICS_FILE).exists() and not self.resume:
@@ -112,11 +119,20 @@ class TrainOptions:
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"{self.out} is a file: name a folder with --out")
 
+    def _check_checkpoints(self) -> None:
+        tiers = [tier.value for tier in Tier]
+        if self.keep not in tiers:
+            raise ValueError(f"--keep {self.keep} is not known: use {', '.join(tiers)}")
+        if self.keep != Tier.DEVICE.value and not self.checkpoint_every:
+            raise ValueError(f"--keep {self.keep} is about inputs of checkpointed blocks: add --checkpoint-every 1")
+        if self.keep == Tier.NVME.value and self.offload_path is None:
+            raise ValueError("--keep nvme needs a folder on the disk: add --offload-path DIR")
+
     @property
     def offload_wish(self) -> dict[str, Any] | None:
         """As offload= of zf.prepare takes it."""
         if self.offload is None:
-            if self.offload_path is not None:
+            if self.offload_path is not None and self.keep != Tier.NVME.value:
                 raise ValueError(f"--offload-path {self.offload_path} says where, not what: add --offload nvme or auto")
             return None
         if self.offload == Tier.NVME.value and self.offload_path is None:

@@ -1,13 +1,16 @@
-"""deepspeed.checkpointing on torch.utils.checkpoint."""
+"""deepspeed.checkpointing on zf.checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils import checkpoint as torch_checkpoint
+import torch
 
+from zerofold.activation.checkpointing import checkpoint as checkpoint_activations
+from zerofold.compat.activations import keep_as, keeping
 from zerofold.compat.deepspeed.utils.logging import logger
+from zerofold.config import read
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -18,11 +21,26 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     >>> checkpoint(torch.square, x).sum().backward(); x.grad
     tensor([2., 2.])
     """
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=True)
+    return _checkpoint(function, args, use_reentrant=True)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
+    return _checkpoint(function, args, use_reentrant=False)
+
+
+def _checkpoint(function: Callable[..., Any], args: Any, *, use_reentrant: bool) -> Any:
+    how = keeping()
+    if how.synchronizes:
+        _synchronize()
+    result = checkpoint_activations(function, *args, use_reentrant=use_reentrant, store=how.store)
+    if how.synchronizes:
+        _synchronize()
+    return result
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def configure(
@@ -35,18 +53,34 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Says which of these have no effect: activations that are kept are torch's, on the device, in one piece."""
-    asked = {
+    """Says how inputs are kept from now on; what is given here counts before the config.
+
+    >>> configure(checkpoint_in_cpu=True)
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> checkpoint(torch.square, x).sum().backward(); x.grad
+    tensor([2., 2.])
+    >>> configure()
+    """
+    section: dict[str, Any] = {}
+    if deepspeed_config is not None:
+        section = dict(read(deepspeed_config).get("activation_checkpointing") or {})
+    given = {
         "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    without_effect = [name for name, value in asked.items() if value]
-    if without_effect:
+    section |= {name: value for name, value in given.items() if value is not None}
+    keep_as(section)
+    if section.get("partition_activations"):
         logger.warning(
-            "deepspeed.checkpointing.configure: %s: still to come in zerofold; checkpoints stay whole, on the device",
-            ", ".join(without_effect),
+            "deepspeed.checkpointing.configure: partition_activations: cut over the ranks of tensor parallelism; with "
+            "one rank in that axis there is nothing to cut"
+        )
+    if section.get("profile"):
+        logger.warning(
+            "deepspeed.checkpointing.configure: profile: zf.ledger(model).record() shows where the time of a step goes"
         )
 
 
@@ -60,4 +94,4 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept between iterations that would have to be dropped."""
+    """Memory for inputs that are kept is free as soon as nothing needs them; there is nothing to be dropped."""

@@ -1,0 +1,51 @@
+"""How `deepspeed.checkpointing.checkpoint` keeps its inputs: said by a config or by `configure`, asked by a function
+that knows no model.
+
+DeepSpeed has this in globals. Here it belongs to the context (PEP 567) that said it: another thread, or whoever runs
+in a context of its own, has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from zerofold.activation.store import CheckpointStore
+
+
+@dataclass(frozen=True)
+class Keeping:
+    store: CheckpointStore | None = None
+    """None: on the device, where they are."""
+    synchronizes: bool = False
+    """The device is waited for before and after each checkpointed call."""
+
+
+_KEEPING: ContextVar[Keeping | None] = ContextVar("zerofold_checkpoints", default=None)
+
+
+def keeping() -> Keeping:
+    """As it was said last.
+
+    >>> keeping().store is None
+    True
+    """
+    return _KEEPING.get() or Keeping()
+
+
+def keep_as(section: Mapping[str, Any]) -> None:
+    """From now on as a section "activation_checkpointing" says; memory of what was said before goes with its graphs.
+
+    >>> keep_as({"cpu_checkpointing": True})
+    >>> keeping().store.tier.value
+    'host'
+    >>> keep_as({})
+    """
+    store = None
+    if section.get("cpu_checkpointing"):
+        store = CheckpointStore("host")
+    elif section.get("contiguous_memory_optimization"):
+        store = CheckpointStore("device")
+    _KEEPING.set(Keeping(store, bool(section.get("synchronize_checkpoint_boundary"))))
