@@ -62,6 +62,14 @@ def test_the_same_seed_gives_the_same_run(ranks: RankPool, tmp_path: Path) -> No
     )
 
 
+def test_checkpointed_blocks_change_no_loss(ranks: RankPool, tmp_path: Path) -> None:
+    first = ranks(2, run_tiny, tmp_path / "a", steps=5, batch=2)[0]
+    disk = {"keep": "nvme", "offload_path": str(tmp_path / "disk")}
+    for name, options in {"every": {"checkpoint_every": 2}, "host": {"checkpoint_every": 1, "keep": "host"}}.items():
+        assert ranks(2, run_tiny, tmp_path / name, steps=5, batch=2, **options)[0].loss == first.loss
+    assert ranks(2, run_tiny, tmp_path / "nvme", steps=5, batch=2, checkpoint_every=1, **disk)[0].loss == first.loss
+
+
 def test_time_ends_a_run_on_all_ranks_at_the_same_step(ranks: RankPool, tmp_path: Path) -> None:
     results = ranks(2, run_tiny, tmp_path / "run", minutes=0.5 / 60, batch=1)
     assert results[0].steps == results[1].steps > 1
@@ -92,6 +100,10 @@ def test_one_rank_runs_the_same_code(ranks: RankPool, tmp_path: Path) -> None:
         ({"offload": "1.5"}, "from 0 to 1"),
         ({"offload": "nvme"}, "add --offload-path DIR"),
         ({"offload_path": "/disk"}, "add --offload nvme or auto"),
+        ({"checkpoint_every": -1}, "checkpoint_every is -1: give 0 or more"),
+        ({"checkpoint_every": 1, "keep": "moon"}, "--keep moon is not known: use device, host, nvme"),
+        ({"keep": "host"}, "add --checkpoint-every 1"),
+        ({"checkpoint_every": 1, "keep": "nvme"}, "add --offload-path DIR"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:

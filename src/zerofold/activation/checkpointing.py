@@ -50,32 +50,37 @@ def checkpoint(
         return fn(*args, **kwargs)
     if policy is not None and use_reentrant:
         raise ValueError("policy= needs a checkpoint that is not reentrant: leave use_reentrant=True out")
-    call = _Call(fn, args, kwargs)
-    run = call.run if store is None else partial(_inside, store, call.run)
+    tensors: list[Tensor] = []
+    run: Callable[..., Any] = _Call(fn, args, kwargs, tensors).run
+    if store is not None:
+        run = partial(_inside, store, run)
     options: dict[str, Any] = {"use_reentrant": use_reentrant}
     if policy is not None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    with nullcontext() if store is None or store.depth else _kept_in(store, call.tensors):
-        result: T = torch_checkpoint(run, *call.tensors, **options)
+    with nullcontext() if store is None or store.depth else _kept_in(store, tensors):
+        result: T = torch_checkpoint(run, *tensors, **options)
     return result
 
 
 class _Call:
-    """A function with all tensors of its arguments in one row, where torch looks for devices and what to keep."""
+    """A function whose arguments are all tensors of the original ones, in a row: there torch looks for devices and
+    what to keep. It lives until backward, so it holds none of them itself.
+    """
 
-    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
+        """Fills `tensors`."""
         self._fn = fn
-        self.tensors: list[Tensor] = []
         self._places: dict[int, int] = {}
-        self._marks: list[Tensor] = []
-        self._given = map_tensors(self._mark, (tuple(args), dict(kwargs)))
+        self._marks: list[Tensor] = []  # whose ids are the keys
 
-    def _mark(self, tensor: Tensor) -> Tensor:
-        mark = torch.empty(0)
-        self._places[id(mark)] = len(self.tensors)
-        self._marks.append(mark)
-        self.tensors.append(tensor)
-        return mark
+        def mark(tensor: Tensor) -> Tensor:
+            made = torch.empty(0)
+            self._places[id(made)] = len(tensors)
+            self._marks.append(made)
+            tensors.append(tensor)
+            return made
+
+        self._given = map_tensors(mark, (tuple(args), dict(kwargs)))
 
     def run(self, *tensors: Tensor) -> Any:
         args, kwargs = map_tensors(lambda mark: tensors[self._places[id(mark)]], self._given)
