@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from zerofold.activation.chains import bytes_of
 from zerofold.activation.store import CheckpointStore, Place
 from zerofold.nested import map_tensors
 from zerofold.sharded import ShardedTensor
@@ -98,10 +99,10 @@ def _inside(store: CheckpointStore, run: Callable[..., Any], *tensors: Tensor) -
 def _kept_in(store: CheckpointStore, tensors: list[Tensor]) -> saved_tensors_hooks:
     """Around torch's checkpoint, which saves the inputs as autograd saves tensors."""
     block = store.begin()
-    places = {_key(tensor): store.put(block, tensor) for tensor in tensors if _is_to_be_kept(tensor)}
+    places = {bytes_of(tensor): store.put(block, tensor) for tensor in tensors if _is_to_be_kept(tensor)}
 
     def pack(tensor: Tensor) -> Tensor | Place:
-        return places.get(_key(tensor), tensor)
+        return places.get(bytes_of(tensor), tensor)
 
     def unpack(saved: Tensor | Place) -> Tensor:
         return store.get(saved) if isinstance(saved, Place) else saved
@@ -114,9 +115,3 @@ def _is_to_be_kept(tensor: Tensor) -> bool:
     if isinstance(tensor, ShardedTensor) or type(tensor) not in (Tensor, nn.Buffer):
         return False
     return tensor.requires_grad and not isinstance(tensor._base, nn.Parameter)
-
-
-def _key(tensor: Tensor) -> Hashable:
-    """Which bytes it looks at, and how: unlike its id, the same for every object that autograd makes of it."""
-    where = tensor.untyped_storage()._cdata
-    return where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
