@@ -17,6 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 import zerofold as zf
 from models import Block, TinyGPT, batches, make_model
 from ranks import raised
+from zerofold.compat.activations import keeping
+from zerofold.compat.deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 
 ROWS: list[int | str] = [0, 1, 2, 3, "dp", "hsdp", "hpz"]
 WAYS: dict[str, dict[str, Any]] = {
@@ -273,6 +275,71 @@ def test_names_copies_and_classes_stay() -> None:
     assert type(model.blocks[0]) is Block
     assert vars(model).keys() == vars(plain).keys()
     zf.checkpoint_blocks(model).remove()
+
+
+def test_a_backward_that_may_still_come_is_not_left_without_its_inputs() -> None:
+    model = make_model(layers=2)
+    checkpointing = zf.checkpoint_blocks(model, keep="host")
+    loss = model(*next(batches(1, rank=0)))
+    with pytest.raises(RuntimeError, match="bytes of this store are kept for a backward"):
+        checkpointing.remove()
+    loss.backward()
+    checkpointing.remove()
+
+
+def test_two_backwards_over_one_graph() -> None:
+    def gradients(how: dict[str, Any] | None) -> list[Tensor]:
+        model = make_model(layers=3)
+        checkpointing = None if how is None else zf.checkpoint_blocks(model, **how)
+        loss = model(*next(batches(1, rank=0)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert checkpointing is None or sum(checkpointing.nbytes.values()) == 0
+        return [p.grad for p in model.parameters()]  # type: ignore[misc]
+
+    plain = gradients(None)
+    for how in ({"keep": "host"}, {"contiguous": True}, {"keep": "host", "every": 2}):
+        assert all(map(torch.equal, plain, gradients(how))), how
+
+
+def keys_of_deepspeed() -> list[Any]:
+    """deepspeed.checkpointing.checkpoint inside a model, told by the config of its engine how to keep its inputs."""
+    found: list[Any] = []
+    sections: list[dict[str, bool]] = [{}, {"cpu_checkpointing": True}, {"contiguous_memory_optimization": True}]
+    for section in [*sections, {"cpu_checkpointing": True, "synchronize_checkpoint_boundary": True}]:
+        model = Told()
+        config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+        engine, _, _, _ = zf.initialize(model=model, config={**config, "activation_checkpointing": {**section}})
+        engine.backward(engine(torch.ones(2, 16)).square().mean())
+        engine.step()
+        weights = [zf.full(p) for p in model.parameters()]
+        found.append((model.tiers, [weight.tolist() for weight in weights]))
+        engine.destroy()
+        deepspeed_checkpointing.configure()
+    return found
+
+
+class Told(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.tiers: set[str] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.layers[0].bias
+        for layer in self.layers:
+            x = deepspeed_checkpointing.checkpoint(layer, x)
+        store = keeping().store
+        if store is not None:
+            self.tiers |= {tier for tier, nbytes in store.nbytes.items() if nbytes}
+        return x
+
+
+def test_the_keys_of_deepspeed_say_where_inputs_wait(ranks: Any) -> None:
+    (found,) = ranks(1, keys_of_deepspeed)
+    assert [tiers for tiers, _ in found] == [set(), {"device", "host"}, {"device"}, {"device", "host"}]
+    assert all(weights == found[0][1] for _, weights in found)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,8 @@ class Checkpointing:
 
     def remove(self) -> None:
         """From here on blocks keep what they compute. The memory of the store is given back."""
+        if self.store is not None:
+            self.store.close()
         for module in self._modules:
             vars(module).pop(_ON_BLOCK, None)
             plain: Any = getattr(type(module), "_zerofold_plain", None)
@@ -113,8 +115,6 @@ class Checkpointing:
         model = self._model()
         if model is not None and vars(model).get(_ON_MODEL) is self:
             delattr(model, _ON_MODEL)
-        if self.store is not None:
-            self.store.close()
 
     @property
     def nbytes(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -53,13 +53,14 @@ def checkpoint(
         raise ValueError("policy= needs a checkpoint that is not reentrant: leave use_reentrant=True out")
     tensors: list[Tensor] = []
     run: Callable[..., Any] = _Call(fn, args, kwargs, tensors).run
-    if store is not None:
-        run = partial(_inside, store, run)
     options: dict[str, Any] = {"use_reentrant": use_reentrant}
     if policy is not None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    with nullcontext() if store is None or store.depth else _kept_in(store, tensors):
-        result: T = torch_checkpoint(run, *tensors, **options)
+    result: T
+    if store is None:
+        result = torch_checkpoint(run, *tensors, **options)
+    else:
+        result = _untraced()(store, run, tensors, options)
     return result
 
 
@@ -86,6 +87,19 @@ class _Call:
     def run(self, *tensors: Tensor) -> Any:
         args, kwargs = map_tensors(lambda mark: tensors[self._places[id(mark)]], self._given)
         return self._fn(*args, **kwargs)
+
+
+def _with_store(store: CheckpointStore, run: Callable[..., Any], tensors: list[Tensor], options: Any) -> Any:
+    with nullcontext() if store.depth else _kept_in(store, tensors):
+        return torch_checkpoint(partial(_inside, store, run), *tensors, **options)
+
+
+@cache
+def _untraced() -> Callable[..., Any]:
+    """Out of the sight of torch.compile: a graph may not hold what moves memory. Not made before it is needed, since
+    the compiler takes long to load.
+    """
+    return torch.compiler.disable(_with_store, reason="kept inputs move between graphs")
 
 
 def _inside(store: CheckpointStore, run: Callable[..., Any], *tensors: Tensor) -> Any:

@@ -182,6 +182,11 @@ class CheckpointStore:
     def close(self) -> None:
         """Gives all memory back; no graph may need it any more."""
         self._resident.clear()
+        taken = 0 if self._shelf is None else sum(self._shelf.nbytes().values())
+        if taken:
+            raise RuntimeError(
+                f"{taken} bytes of this store are kept for a backward that has not come: call it, or drop the loss"
+            )
         if self._shelf is not None:
             self._shelf.close()
             self._shelf = None
