@@ -81,9 +81,10 @@ def test_every_row_and_way_gives_the_same_bits(ranks: Any, row: int | str, tmp_p
 def accumulated(how: dict[str, Any] | None) -> list[Tensor]:
     model = make_model(layers=4)
     model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, units=Block)
-    if how is not None:
-        zf.checkpoint_blocks(model, **how)
+    checkpointing = None if how is None else zf.checkpoint_blocks(model, **how)
     zf.accumulate(model, lambda model, batch: model(*batch), list(batches(3)))
+    if checkpointing is not None and checkpointing.store is not None:
+        assert checkpointing.store.peak_device_nbytes == 0  # nothing was kept twice
     optimizer.step()
     with zf.full_params(model):
         weights = [p.detach().clone() for p in model.parameters()]
@@ -163,7 +164,7 @@ def test_selective_checkpointing_keeps_what_the_policy_says() -> None:
         run({"policy": policy, "use_reentrant": True})
 
 
-def hugging_face(name: str, how: dict[str, Any] | None) -> list[Tensor]:
+def hugging_face(name: str, how: dict[str, Any] | None, use_cache: bool = False) -> list[Tensor]:
     import zoo  # here, because Transformers takes long to load
 
     entry = zoo.ZOO[name]
@@ -172,7 +173,7 @@ def hugging_face(name: str, how: dict[str, Any] | None) -> list[Tensor]:
     checkpointing = None if how is None else zf.checkpoint_blocks(model, **how)
     for batch in zoo.batches(entry, 2):
         # Not into a cache, which checkpoints leave out: what passes through one is added up in another order.
-        model(**batch, use_cache=False).loss.backward()
+        model(**batch, use_cache=use_cache).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
@@ -192,6 +193,8 @@ def hugging_face_alike(name: str) -> list[bool]:
     plain = hugging_face(name, None)
     ways: list[dict[str, Any]] = [{}, {"keep": "host"}, {"contiguous": True}]
     ways += [{"every": 2}, {"every": 3, "keep": "host"}] if name == "llama" else []
+    with_cache = zip(plain, hugging_face(name, {}, use_cache=True), strict=True)
+    assert all(torch.allclose(one.float(), other.float(), atol=1e-6) for one, other in with_cache)
     return [all(map(torch.equal, plain, hugging_face(name, how))) for how in ways]
 
 

@@ -222,3 +222,17 @@ def test_the_threshold_and_plain_models() -> None:
         pass
     with pytest.raises(ValueError, match="above='big' is no size"), zf.offload_activations(above="big"):
         pass
+
+
+@pytest.mark.parametrize("keep", ["host", "device"])
+def test_a_checkpoint_inside_a_checkpoint_keeps_nothing(keep: str) -> None:
+    """The outer one makes its inputs again, so they are not to wait for backward too."""
+    store, linear = zf.CheckpointStore(keep), nn.Linear(WIDTH, WIDTH)
+
+    def outer(x: Tensor) -> Tensor:
+        return zf.checkpoint(linear, zf.checkpoint(linear, x, store=store), store=store)
+
+    loss = zf.checkpoint(outer, first_input(), store=store).sum()
+    assert store.nbytes[keep] == INPUT
+    loss.backward()
+    assert sum(store.nbytes.values()) == 0
