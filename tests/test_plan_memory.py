@@ -338,3 +338,19 @@ def test_what_a_block_keeps_is_what_autograd_saves() -> None:
     ]
     assert sum(saved.values()) == pytest.approx(block.growth.at(3), rel=0.03)
     assert out.shape == x.shape
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_checkpoints_off_the_device_leave_two_inputs_there(tier: str, every: int) -> None:
+    numbers = GPTNumbers(layers=24, hidden=1024, heads=16, vocab=50, seq=4096)
+    model, machine = from_numbers(numbers, checkpoint_every=(0, every)), preset("H100", devices=8)
+    here = memory(model, machine, Point(stage="3", micro_batch=4, checkpoint_every=every))
+    away = memory(model, machine, Point(stage="3", micro_batch=4, checkpoint_every=every, checkpoints_on=tier))
+    one = 2 * 4 * 4096 * 1024
+    assert here.device["activation checkpoints"] == 24 // every * one
+    assert away.device["activation checkpoints"] == 2 * one
+    assert (away.host if tier == "host" else away.disk)["activation checkpoints"] == 24 // every * one
+    assert "activation checkpoints" not in (away.disk if tier == "host" else away.host)
+    assert here.device_peak - away.device_peak == pytest.approx((24 // every - 2) * one, rel=0.02)
+    assert here.device["working activations"] == pytest.approx(away.device["working activations"], rel=0.02)

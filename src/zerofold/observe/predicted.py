@@ -43,6 +43,7 @@ class Workload:
     micro_batch: int
     """Samples of a rank in a forward."""
     checkpoint_every: int = 0
+    checkpoints_on: str = "device"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,12 @@ def predictions(
     machine = _machine(engine)
     shape = shape_of(units) if workload is None else workload.shape
     if workload is not None:
-        point = replace(point, micro_batch=workload.micro_batch, checkpoint_every=workload.checkpoint_every)
+        point = replace(
+            point,
+            micro_batch=workload.micro_batch,
+            checkpoint_every=workload.checkpoint_every,
+            checkpoints_on=workload.checkpoints_on,
+        )
         found += _of_workload(engine, recording, machine, point, workload, tiers)
     return Predicted([line for line in found if line.predicted or line.measured], traffic(shape, machine, point).bytes)
 

@@ -167,10 +167,15 @@ def memory(
         "fragmentation reserve": reserve,
     }
     assert tuple(device) == LINES
+    away = {tier: dict(tiered.by_tier[tier]) for tier in (Tier.HOST, Tier.NVME)}
+    tier = _checkpoints_tier(point)
+    if tier is not None:
+        all_of_them = activity_of(model, replace(point, checkpoints_on="device")).checkpoints
+        away[tier]["activation checkpoints"] = trunc(all_of_them.at(samples))
     return Memory(
         device=device,
-        host=dict(tiered.by_tier[Tier.HOST]),
-        disk=dict(tiered.by_tier[Tier.NVME]),
+        host=away[Tier.HOST],
+        disk=away[Tier.NVME],
         device_peak=peak.nbytes,
         peak_at=peak.name,
         reserve=reserve,
@@ -190,7 +195,8 @@ def _working(units: Sequence[HeldUnit], activity: Activity, samples: int) -> int
 def activity_of(model: ModelShape, point: Point) -> Activity:
     """Of the fullest device. Where only parameters are known, units compute one after the other in no memory."""
     if model.activities:
-        return _of_rank(model.activity(point.checkpoint_every), model, point)
+        activity = _of_rank(model.activity(point.checkpoint_every), model, point)
+        return _without_checkpoints(activity, model) if _checkpoints_tier(point) else activity
     order = [index for index, unit in enumerate(model.units) if unit.name != ROOT] or [0]
     moments = [
         Moment(phase=phase, unit=index, alive=PerSample(), work=Work(), repeats=model.units[index].count)
@@ -198,6 +204,31 @@ def activity_of(model: ModelShape, point: Point) -> Activity:
         for index in indices
     ]
     return Activity(checkpoint_every=point.checkpoint_every, moments=tuple(moments))
+
+
+def _checkpoints_tier(point: Point) -> Tier | None:
+    """Off the device, if there are any."""
+    return Tier(point.checkpoints_on) if point.checkpoint_every and point.checkpoints_on != "device" else None
+
+
+def _without_checkpoints(activity: Activity, model: ModelShape) -> Activity:
+    """Their inputs kept elsewhere: on the device are those of two groups of blocks, on their way down or up. In a
+    forward that checkpoints, inputs are all that a block leaves behind."""
+    forward = [moment for moment in activity.moments if moment.phase is Phase.FORWARD]
+    blocks = [moment.growth for moment in forward if model.units[moment.unit].name != ROOT]
+    largest = max(blocks, key=lambda growth: growth.at(1), default=PerSample())
+    two = _times(largest, 2 * activity.checkpoint_every)
+    kept, moments = PerSample(), []
+    for moment in activity.moments:
+        is_block = model.units[moment.unit].name != ROOT
+        left = _times(moment.growth, moment.repeats) if is_block else PerSample()
+        there = kept + left if moment.phase is Phase.FORWARD else kept
+        away = _positive(there + _times(two, -1))
+        alive = _positive(moment.alive + _times(away, -1))
+        moments.append(replace(moment, alive=alive, growth=PerSample() if is_block else moment.growth))
+        kept = kept + left if moment.phase is Phase.FORWARD else kept + _times(_absolute(left), -1)
+    device = two if two.at(1) < activity.checkpoints.at(1) else activity.checkpoints
+    return replace(activity, moments=tuple(moments), checkpoints=device)
 
 
 def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:
@@ -239,6 +270,10 @@ def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:
 
 def _times(number: PerSample, factor: float) -> PerSample:
     return PerSample(number.fixed * factor, number.each * factor)
+
+
+def _absolute(number: PerSample) -> PerSample:
+    return PerSample(abs(number.fixed), abs(number.each))
 
 
 def _positive(number: PerSample) -> PerSample:

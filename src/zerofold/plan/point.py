@@ -20,6 +20,8 @@ class Point:
     micro_batch: int = 1
     accumulate: int = 1
     checkpoint_every: int = 0
+    checkpoints_on: str = "device"
+    """Where the inputs of checkpointed blocks wait: "device", "host" or "nvme"; see docs/activation.md."""
     tensor: int = 1
     pipeline: int = 1
     precision: str = "bf16"

@@ -17,7 +17,7 @@ def workload(options: TrainOptions, micro_batch: int) -> Workload:
         tokens = torch.zeros(1, options.gpt.seq, dtype=torch.long)
     every = options.checkpoint_every
     shape = trace(model, (tokens, tokens), units=Block, checkpoint_every=[every], precision=options.precision)
-    return Workload(shape=shape, micro_batch=micro_batch, checkpoint_every=every)
+    return Workload(shape=shape, micro_batch=micro_batch, checkpoint_every=every, checkpoints_on=options.keep)
 
 
 def flops_per_token(gpt: GPTConfig, parameters: int) -> int:
