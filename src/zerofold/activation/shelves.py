@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -114,6 +115,8 @@ class HostShelf:
         self._transfers = Transfers(device)
         self._arena = HostArena(pins=device.type == "cuda")
         self._slots = Slots(self._arena.take, self._arena.give, align=PAGE)
+        # Where nobody closes it: memory is unpinned when it goes, and no copy may be under way then.
+        weakref.finalize(self, self._transfers.finish).atexit = False
 
     def put(self, tensor: Tensor) -> Item:
         item = Item(Layout.of(tensor))
@@ -144,6 +147,7 @@ class HostShelf:
             self._slots.give(item.slot)
 
     def close(self) -> None:
+        self._transfers.finish()
         self._slots.clear()
         self._arena.close()
 

@@ -81,6 +81,12 @@ class Transfers:
         if self._down is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._down)
 
+    def finish(self) -> None:
+        """Returns when all copies are over, in both directions."""
+        for stream in (self._up, self._down):
+            if stream is not None:
+                stream.synchronize()
+
     def done(self) -> Done:
         """What the current stream has been given until now."""
         if not self.is_async:
