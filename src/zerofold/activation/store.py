@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from zerofold.activation.shelves import Item, Shelf, make_shelf
 from zerofold.memory import Done
@@ -39,17 +39,21 @@ class Kept:
         self._here: Tensor | None = tensor.detach() if shelf.frees_device else None
         self._is_origin = self._here is not None
         self._arrival = Done()
-        self._lent: weakref.ref[Tensor] | None = None
+        self._lent: TensorWeakRef | None = None
+        self._is_changed = False
+
+    def look(self, tensor: Tensor) -> None:
+        """A tensor that is changed in place while it is copied, or by the function that takes it, is lost. As with
+        what autograd keeps itself, it is an error only if backward wants it.
+        """
+        self._is_changed |= tensor._version != self.version
 
     def let_go(self) -> None:
         """What came with forward leaves the device; the copy may still be under way."""
         if self._here is None:
             return
-        if self._is_origin and self._here._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self._here.shape)} that is kept for backward (the input of a checkpoint, or "
-                "an activation) was changed in place after it was used: write `x = x + …` for `x += …`"
-            )
+        if self._is_origin:
+            self.look(self._here)
         self._shelf.settle(self._item)
         self._here = None
 
@@ -71,10 +75,16 @@ class Kept:
         assert self._here is not None
         self._arrival.wait()
         if self._is_origin:
+            self.look(self._here)
             (self._item.done or Done()).wait()  # its memory may go right after its use
+        if self._is_changed:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._here.shape)} that is kept for backward (the input of a checkpoint, or "
+                "an activation) was changed in place after it was kept: write `x = x + …` for `x += …`"
+            )
         # A second backward over the same graph asks again.
         tensor, self._here = self._here, None
-        self._lent = weakref.ref(tensor)
+        self._lent = TensorWeakRef(tensor)
         return tensor
 
     @property
@@ -178,6 +188,10 @@ class CheckpointStore:
             kept.start() if self.tier is Tier.HOST else kept.fetch()
         self._note_peak()
         return place.kept.use()
+
+    def unpack(self, saved: Tensor | Place) -> Tensor:
+        """For autograd, which has a place of what is kept, and all else itself."""
+        return self.get(saved) if isinstance(saved, Place) else saved
 
     def close(self) -> None:
         """Gives all memory back; no graph may need it any more."""
