@@ -1,4 +1,4 @@
-"""What shares memory with a kept tensor, or changes it, gives the gradients of plain torch or an error, never others."""
+"""What shares memory with a kept tensor, or changes it, gives the gradients of plain torch, or an error."""
 
 from __future__ import annotations
 
@@ -85,6 +85,17 @@ def test_an_activation_changed_in_place_is_noticed(change: Callable[[Tensor], Te
         change(y)
         with pytest.raises(RuntimeError, match=CHANGED):
             z.sum().backward()
+
+
+def test_a_result_made_in_place_is_kept_as_it_is() -> None:
+    def gradient(x: Tensor) -> Tensor:
+        (x * 2).relu_().mul(3).exp_().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with zf.offload_activations(above=0):
+        found = gradient(given())
+    assert torch.equal(found, gradient(given()))
 
 
 @pytest.mark.parametrize("keep", ["host", "device"])
