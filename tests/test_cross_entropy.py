@@ -78,6 +78,18 @@ def test_autocast_casts_as_for_a_linear_layer() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     ours = torch.autograd.grad(found, [hidden, weight])
     assert [gradient.dtype for gradient in ours] == [torch.float32] * 2
+    (hidden, weight), targets = inputs(torch.float64, bias=False)
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves fp64 as it is
+        found = zf.cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(found, plain(hidden, weight, targets), rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_of_the_gradient_is_refused_not_taken_for_zero() -> None:
+    tensors, targets = inputs(torch.float32, bias=True)
+    hidden, weight, bias = tensors
+    loss = zf.cross_entropy(hidden, weight, targets, bias=bias)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again.*use F.cross_entropy"):
+        torch.autograd.grad(loss, tensors, create_graph=True)
 
 
 def test_nothing_to_learn_from_is_nan_as_in_torch_and_wrong_words_are_refused() -> None:
@@ -90,6 +102,7 @@ def test_nothing_to_learn_from_is_nan_as_in_torch_and_wrong_words_are_refused() 
     for wrong, says in (
         ({"weight": weight.T}, "do not fit"),
         ({"targets": targets[0]}, "a word for each"),
+        ({"targets": targets.float()}, "targets are torch.float32: give the numbers of words"),
         ({"bias": torch.ones(3)}, "bias"),
         ({"chunk": 0}, "chunk=0"),
         ({"reduction": "median"}, "use one of mean, sum, none"),

@@ -17,15 +17,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofold as zf
-from zerofold.bench.gpt import GPT, GPTSize
+from zerofold.activation.store import AT_ONCE
+from zerofold.bench.gpt import GPT, Block, GPTSize
 from zerofold.engine import Engine
 from zerofold.memory.disk import PAGE
 from zerofold.plan.comparison import Parameter, lines, predicted_for
-from zerofold.plan.memory import memory
+from zerofold.plan.memory import GROUPS_ON_DEVICE, memory
 from zerofold.plan.point import Memory, Point
 from zerofold.plan.presets import preset
 from zerofold.plan.shape import Phase
 from zerofold.plan.states import Widths, elements_sent, paper_bytes, state_bytes
+from zerofold.plan.tracing import trace
 from zerofold.plan.transformer import GPTNumbers, activity, from_numbers, from_parameters
 
 STEP_NUMBERS = 4 * 53  # bytes: one for each parameter, which stays where the optimizer is
@@ -354,3 +356,18 @@ def test_checkpoints_off_the_device_leave_two_inputs_there(tier: str, every: int
     assert "activation checkpoints" not in (away.disk if tier == "host" else away.host)
     assert here.device_peak - away.device_peak == pytest.approx((24 // every - 2) * one, rel=0.02)
     assert here.device["working activations"] == pytest.approx(away.device["working activations"], rel=0.02)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_checkpoints_off_the_device_of_a_traced_model(every: int) -> None:
+    size = GPTSize(vocab=64, width=64, layers=12, heads=2, seq=64)
+    with torch.device("meta"):
+        model, tokens = GPT(size), torch.zeros(1, size.seq, dtype=torch.long)
+    shape = trace(model, (tokens, tokens), units=Block, checkpoint_every=[every], precision="bf16")
+    point, machine = Point(stage="3", micro_batch=64, checkpoint_every=every), preset("H100", devices=8)
+    here, away = (memory(shape, machine, replace(point, checkpoints_on=tier)) for tier in ("device", "host"))
+    one, groups = 2 * 64 * size.seq * size.width, size.layers // every
+    assert here.device["activation checkpoints"] == away.host["activation checkpoints"] == groups * one
+    assert away.device["activation checkpoints"] == GROUPS_ON_DEVICE * one
+    assert GROUPS_ON_DEVICE == AT_ONCE  # what the store does
+    assert here.device_peak - away.device_peak == pytest.approx((groups - 2) * one, rel=0.02)

@@ -159,6 +159,7 @@ class _Group:
         self._run, self._is_on = run, is_on
         self._given: tuple[Any, Any] | None = None  # with what the first was called, until the last has passed
         self._result: Any = None
+        self._turn = _Turn(self._calls)
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_on():
@@ -166,7 +167,9 @@ class _Group:
         kwargs = {key: _CACHES.get(key, value) for key, value in kwargs.items()}
         if index == 0:
             self._given = self._result = None  # of a forward that raised
-            result = self._run(partial(_in_turn, self._calls), *args, **kwargs)
+            self._turn = turn = _Turn(self._calls)
+            result = self._run(turn.run, *args, **kwargs)
+            turn.is_made = True
             if len(self._calls) > 1:
                 self._given, self._result = (args, kwargs), result
             return result
@@ -178,16 +181,29 @@ class _Group:
         """This block has been computed with the first: what comes in is what goes out."""
         result, given = self._result, self._given
         assert given is not None
-        if first_of((args, kwargs)) is not first_of(result) or not same_but_first(given, (args, kwargs)):
+        is_next = index == self._turn.called and first_of((args, kwargs)) is first_of(result)
+        if not is_next or not same_but_first(given, (args, kwargs)):
             self._given = self._result = None
             raise ValueError(NO_CHAIN)
+        self._turn.called += 1
         if index == len(self._calls) - 1:
             self._given = self._result = None
         return result
 
 
-def _in_turn(calls: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
-    return run_in_turn(calls, args, kwargs)
+class _Turn:
+    """All blocks of a group, computed by the call of the first. Made again only if the model has called each of them:
+    else what came of the first is not what the model asked for.
+    """
+
+    def __init__(self, calls: Sequence[Callable[..., Any]]) -> None:
+        self._calls = calls
+        self.called, self.is_made = 1, False
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_made and self.called < len(self._calls):
+            raise ValueError(NO_CHAIN)
+        return run_in_turn(self._calls, args, kwargs)
 
 
 class _Member:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zerofold.nested import tensors_in
@@ -60,8 +61,16 @@ def same_but_first(given: tuple[Any, Any], later: tuple[Any, Any]) -> bool:
 
 def bytes_of(tensor: Tensor) -> Hashable:
     """Which bytes it looks at, and how: unlike its id, the same for every object that autograd makes of it."""
+    if not has_bytes(tensor):
+        return id(tensor)
     where = tensor.untyped_storage()._cdata
-    return where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    read_as = tensor.dtype, tensor.is_conj(), tensor.is_neg()  # a conjugate is the same bytes, read otherwise
+    return where, tensor.storage_offset(), tensor.shape, tensor.stride(), read_as
+
+
+def has_bytes(tensor: Tensor) -> bool:
+    """Whether it lies in one memory, unlike a sparse or a nested one."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from zerofold.activation.chains import bytes_of
+from zerofold.activation.chains import bytes_of, has_bytes
 from zerofold.activation.store import CheckpointStore, Place
 from zerofold.nested import map_tensors
 from zerofold.sharded import ShardedTensor
@@ -66,12 +65,15 @@ def checkpoint(
 
 class _Call:
     """A function whose arguments are all tensors of the original ones, in a row: there torch looks for devices and
-    what to keep. It lives until backward, so it holds none of them itself.
+    what to keep. It lives until backward, so after forward it holds none of them itself.
     """
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
         """Fills `tensors`."""
         self._fn = fn
+        # In forward the caller's own lists and dicts are given on: a function may append to them. What is compiled
+        # changes nothing outside, and has no use for it.
+        self._original = None if torch.compiler.is_compiling() else (args, kwargs)
         self._places: dict[int, int] = {}
         self._marks: list[Tensor] = []  # whose ids are the keys
 
@@ -85,13 +87,35 @@ class _Call:
         self._given = map_tensors(mark, (tuple(args), dict(kwargs)))
 
     def run(self, *tensors: Tensor) -> Any:
-        args, kwargs = map_tensors(lambda mark: tensors[self._places[id(mark)]], self._given)
+        if self._original is not None:
+            (args, kwargs), self._original = self._original, None
+            return self._fn(*args, **kwargs)
+
+        def given(mark: Tensor) -> Tensor:
+            place = self._places.get(id(mark))
+            return mark if place is None else tensors[place]  # none: in a list that was filled since
+
+        args, kwargs = map_tensors(given, self._given)
         return self._fn(*args, **kwargs)
 
 
 def _with_store(store: CheckpointStore, run: Callable[..., Any], tensors: list[Tensor], options: Any) -> Any:
-    with nullcontext() if store.depth else _kept_in(store, tensors):
-        return torch_checkpoint(partial(_inside, store, run), *tensors, **options)
+    """Around torch's checkpoint, which saves the inputs as autograd saves tensors."""
+    run = partial(_inside, store, run)
+    if store.depth:
+        return torch_checkpoint(run, *tensors, **options)
+    block = store.begin()
+    kept = [(tensor, store.put(block, tensor)) for tensor in tensors if _is_to_be_kept(tensor)]
+    places = {bytes_of(tensor): place for tensor, place in kept}
+
+    def pack(tensor: Tensor) -> Tensor | Place:
+        return places.get(bytes_of(tensor), tensor)
+
+    with saved_tensors_hooks(pack, store.unpack):
+        result = torch_checkpoint(run, *tensors, **options)
+    for tensor, place in kept:
+        place.kept.look(tensor)
+    return result
 
 
 @cache
@@ -110,22 +134,8 @@ def _inside(store: CheckpointStore, run: Callable[..., Any], *tensors: Tensor) -
         store.depth -= 1
 
 
-def _kept_in(store: CheckpointStore, tensors: list[Tensor]) -> saved_tensors_hooks:
-    """Around torch's checkpoint, which saves the inputs as autograd saves tensors."""
-    block = store.begin()
-    places = {bytes_of(tensor): store.put(block, tensor) for tensor in tensors if _is_to_be_kept(tensor)}
-
-    def pack(tensor: Tensor) -> Tensor | Place:
-        return places.get(bytes_of(tensor), tensor)
-
-    def unpack(saved: Tensor | Place) -> Tensor:
-        return store.get(saved) if isinstance(saved, Place) else saved
-
-    return saved_tensors_hooks(pack, unpack)
-
-
 def _is_to_be_kept(tensor: Tensor) -> bool:
     """What a block makes for the next. A mask or a table of positions is shared by all, and parameters have a home."""
-    if isinstance(tensor, ShardedTensor) or type(tensor) not in (Tensor, nn.Buffer):
+    if isinstance(tensor, ShardedTensor) or type(tensor) not in (Tensor, nn.Buffer) or not has_bytes(tensor):
         return False
     return tensor.requires_grad and not isinstance(tensor._base, nn.Parameter)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 _REDUCTIONS = ("mean", "sum", "none")
 TOKENS, VOCABULARY = 2048, 16384
@@ -45,7 +44,7 @@ def cross_entropy(
     tensor(8.)
     """
     _check(hidden, weight, targets, bias, chunk, vocabulary_chunk, label_smoothing, reduction)
-    if torch.is_autocast_enabled(hidden.device.type):
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype is not torch.float64:  # which autocast leaves
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -94,8 +93,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.cat(losses)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # torch's once_differentiable would give constants where only the weights vary
+            raise RuntimeError(
+                "cross_entropy: its gradients cannot be differentiated again (create_graph=True): use F.cross_entropy "
+                "of the logits there"
+            )
         hidden, weight, bias, targets, sums = ctx.saved_tensors
         tiles: _Tiles = ctx.tiles
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -204,6 +207,8 @@ def _check(
             f"cross_entropy: targets {tuple(targets.shape)} are to have a word for each of hidden's "
             f"{tuple(hidden.shape[:-1])} places"
         )
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"cross_entropy: targets are {targets.dtype}: give the numbers of words, as torch.int64")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"cross_entropy: bias {tuple(bias.shape)} is to be {tuple(weight.shape[:1])}, as the weight")
     if chunk < 1 or vocabulary_chunk < 1:

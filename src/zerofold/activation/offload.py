@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ def offload_activations(
         raise ValueError('offload_activations: keep="device" would move nothing: use "host" or "nvme"')
     store = CheckpointStore(keep, path=path)
     saver = _Saver(store, model, read_size("above", above), read_size("together", together))
-    with saved_tensors_hooks(saver.pack, partial(_unpack, store)):
+    with saved_tensors_hooks(saver.pack, store.unpack):
         yield store
 
 
@@ -83,10 +82,6 @@ class _Saver:
         storage = tensor.untyped_storage()
         is_expanded = storage.nbytes() < tensor.nbytes  # a copy would be larger than what goes
         return not is_expanded and storage._cdata not in self._homes
-
-
-def _unpack(store: CheckpointStore, saved: Tensor | Place) -> Tensor:
-    return store.get(saved) if isinstance(saved, Place) else saved
 
 
 def _device_of(model: nn.Module | None) -> torch.device:

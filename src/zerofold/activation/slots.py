@@ -8,6 +8,7 @@ Between them lies what lives shortly, and goes: with the long-lived tensors in a
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from zerofold.memory.disk_space import Extent, Space
 
 
 class _Block(NamedTuple):
+    number: int
     memory: Tensor
     space: Space
 
@@ -60,6 +62,7 @@ class Slots:
         self._allocate, self._release = allocate, release
         self._align, self._least, self._merges = align, least, merges
         self._blocks: list[_Block] = []
+        self._room: list[tuple[int, int]] = []  # of each block the largest free range and its number, sorted
         self._returned: deque[Slot] = deque()  # appended to by whoever drops a graph, in any thread
         self._taken = 0
         self.peak_nbytes = 0
@@ -70,13 +73,16 @@ class Slots:
         wanted = max(1, -(-nbytes // self._align)) * self._align
         if not self._taken and self._merges and len(self._blocks) > 1:
             self.clear()
-        block = next((block for block in self._blocks if block.space.largest >= wanted), None)
-        if block is None:
+        found = bisect.bisect_left(self._room, (wanted, 0))  # the smallest that is enough
+        if found == len(self._room):
             # After a merge there is no block, and the next one has room for all that was ever there at once.
             size = max(wanted, self._least, self.peak_nbytes if self._merges and not self._blocks else 0)
-            block = _Block(self._allocate(size), Space(0, size))
-            self._blocks.append(block)
+            self._blocks.append(_Block(len(self._blocks), self._allocate(size), Space(0, size)))
+            bisect.insort(self._room, (size, len(self._blocks) - 1))
+            found = bisect.bisect_left(self._room, (wanted, 0))
+        block = self._blocks[self._room.pop(found)[1]]
         extent = block.space.take(wanted, "")
+        bisect.insort(self._room, (block.space.largest, block.number))
         self._taken += wanted
         self.peak_nbytes = max(self.peak_nbytes, self._taken)
         return Slot(block, extent, block.memory[extent.offset : extent.offset + nbytes])
@@ -92,6 +98,7 @@ class Slots:
             if self._release is not None:
                 self._release(block.memory)
         self._blocks.clear()
+        self._room.clear()
 
     @property
     def blocks(self) -> int:
@@ -109,5 +116,8 @@ class Slots:
     def _take_back(self) -> None:
         while self._returned:
             slot = self._returned.popleft()
-            slot.block.space.give(slot.extent)
+            block = slot.block
+            del self._room[bisect.bisect_left(self._room, (block.space.largest, block.number))]
+            block.space.give(slot.extent)
+            bisect.insort(self._room, (block.space.largest, block.number))
             self._taken -= slot.extent.nbytes

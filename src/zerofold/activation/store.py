@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from zerofold.activation.shelves import Item, Shelf, make_shelf
 from zerofold.memory import Done
@@ -39,17 +40,21 @@ class Kept:
         self._here: Tensor | None = tensor.detach() if shelf.frees_device else None
         self._is_origin = self._here is not None
         self._arrival = Done()
-        self._lent: weakref.ref[Tensor] | None = None
+        self._lent: TensorWeakRef | None = None
+        self._is_changed = False
+
+    def look(self, tensor: Tensor) -> None:
+        """A tensor that is changed in place while it is copied, or by the function that takes it, is lost. As with
+        what autograd keeps itself, it is an error only if backward wants it.
+        """
+        self._is_changed |= tensor._version != self.version
 
     def let_go(self) -> None:
         """What came with forward leaves the device; the copy may still be under way."""
         if self._here is None:
             return
-        if self._is_origin and self._here._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self._here.shape)} that is kept for backward (the input of a checkpoint, or "
-                "an activation) was changed in place after it was used: write `x = x + …` for `x += …`"
-            )
+        if self._is_origin:
+            self.look(self._here)
         self._shelf.settle(self._item)
         self._here = None
 
@@ -71,10 +76,16 @@ class Kept:
         assert self._here is not None
         self._arrival.wait()
         if self._is_origin:
+            self.look(self._here)
             (self._item.done or Done()).wait()  # its memory may go right after its use
+        if self._is_changed:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._here.shape)} that is kept for backward (the input of a checkpoint, or "
+                "an activation) was changed in place after it was kept: write `x = x + …` for `x += …`"
+            )
         # A second backward over the same graph asks again.
         tensor, self._here = self._here, None
-        self._lent = weakref.ref(tensor)
+        self._lent = TensorWeakRef(tensor)
         return tensor
 
     @property
@@ -112,6 +123,10 @@ class Place:
     kept: Kept
 
 
+class _Calls(threading.local):
+    depth = 0
+
+
 class CheckpointStore:
     """Keeps the inputs of checkpointed calls: in one contiguous block of the "device", on the "host", or on "nvme".
 
@@ -140,14 +155,24 @@ class CheckpointStore:
         self._path = path
         self._shelf: Shelf | None = None
         self._device: torch.device | None = None
-        self._blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+        self._present: weakref.WeakSet[Kept] = weakref.WeakSet()  # on the device, or there when last looked
         self._last: weakref.ref[Block] | None = None
         self._resident: deque[weakref.ref[Block]] = deque()
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that several blocks take, while they live
-        self.depth = 0
-        """Calls under way whose inputs are kept here; calls inside them keep nothing, since they are made again."""
+        self._calls = _Calls()
         self.peak_device_nbytes = 0
         """The most bytes of kept tensors that were on the device at once."""
+
+    @property
+    def depth(self) -> int:
+        """Calls under way in this thread whose inputs are kept here; calls inside them keep nothing, since they are
+        made again. Backward may run in another thread.
+        """
+        return self._calls.depth
+
+    @depth.setter
+    def depth(self, depth: int) -> None:
+        self._calls.depth = depth
 
     def begin(self) -> Block:
         """For the next call. Inputs of the call before the last one leave the device."""
@@ -156,7 +181,6 @@ class CheckpointStore:
         block = Block(None if self._last is None else self._last())
         self._last = weakref.ref(block)
         self._resident.append(self._last)
-        self._blocks.add(block)
         return block
 
     def put(self, block: Block, tensor: Tensor) -> Place:
@@ -167,6 +191,7 @@ class CheckpointStore:
             kept = Kept(self._shelf_on(tensor.device), tensor)
             self._seen[tensor] = weakref.ref(kept)
         block.kept.append(kept)
+        self._present.add(kept)
         self._note_peak()
         return Place(block, kept)
 
@@ -174,10 +199,19 @@ class CheckpointStore:
         """The tensor, on the device; those of the block before are set going."""
         before = place.block.before
         place.kept.start()
+        self._present.add(place.kept)
         for kept in () if before is None else before.kept:
-            kept.start() if self.tier is Tier.HOST else kept.fetch()
+            if self.tier is Tier.HOST:
+                kept.start()
+                self._present.add(kept)
+            else:
+                kept.fetch()
         self._note_peak()
         return place.kept.use()
+
+    def unpack(self, saved: Tensor | Place) -> Tensor:
+        """For autograd, which has a place of what is kept, and all else itself."""
+        return self.get(saved) if isinstance(saved, Place) else saved
 
     def close(self) -> None:
         """Gives all memory back; no graph may need it any more."""
@@ -206,8 +240,8 @@ class CheckpointStore:
     def _device_nbytes(self) -> int:
         if self._shelf is not None and not self._shelf.frees_device:
             return self._shelf.nbytes()["device"]
-        here = {id(kept): kept.nbytes for block in self._blocks for kept in block.kept if kept.is_here}
-        return sum(here.values())
+        self._present -= {kept for kept in self._present if not kept.is_here}
+        return sum(kept.nbytes for kept in self._present)
 
     def _note_peak(self) -> None:
         self.peak_device_nbytes = max(self.peak_device_nbytes, self._device_nbytes)

@@ -43,6 +43,7 @@ from zerofold.plan.states import Widths
 
 LIBRARY_WORKSPACES = 2 * 2**25
 """Of the matrix library on a GPU: one for the thread that runs forward, one for autograd's."""
+GROUPS_ON_DEVICE = 2  # of checkpointed blocks, whose inputs are there while the others wait elsewhere
 FRAGMENTATION = 0.08
 """Of what comes and goes in a step: the allocator's blocks seldom fit each other. States stay, and leave no holes."""
 
@@ -212,23 +213,29 @@ def _checkpoints_tier(point: Point) -> Tier | None:
 
 
 def _without_checkpoints(activity: Activity, model: ModelShape) -> Activity:
-    """Their inputs kept elsewhere: on the device are those of two groups of blocks, on their way down or up. In a
-    forward that checkpoints, inputs are all that a block leaves behind."""
-    forward = [moment for moment in activity.moments if moment.phase is Phase.FORWARD]
-    blocks = [moment.growth for moment in forward if model.units[moment.unit].name != ROOT]
-    largest = max(blocks, key=lambda growth: growth.at(1), default=PerSample())
-    two = _times(largest, 2 * activity.checkpoint_every)
-    kept, moments = PerSample(), []
+    """Their inputs kept elsewhere: on the device are those of two groups of blocks, on their way down or up. All
+    groups are taken for alike: of those that were traced, `growth` is no longer what one block leaves.
+    """
+    stretches = dict.fromkeys(Phase, 0)
     for moment in activity.moments:
-        is_block = model.units[moment.unit].name != ROOT
-        left = _times(moment.growth, moment.repeats) if is_block else PerSample()
-        there = kept + left if moment.phase is Phase.FORWARD else kept
-        away = _positive(there + _times(two, -1))
-        alive = _positive(moment.alive + _times(away, -1))
+        stretches[moment.phase] += moment.repeats if model.units[moment.unit].name != ROOT else 0
+    blocks, every = stretches[Phase.FORWARD], activity.checkpoint_every
+    groups = -(-blocks // every)
+    if groups <= GROUPS_ON_DEVICE:
+        return activity
+    one = _times(activity.checkpoints, 1 / groups)
+    done, moments = dict.fromkeys(Phase, 0), []
+    for moment in activity.moments:
+        is_block, before = model.units[moment.unit].name != ROOT, done[moment.phase]
+        done[moment.phase] += moment.repeats if is_block else 0
+        if moment.phase is Phase.FORWARD:
+            kept = done[Phase.FORWARD]
+        else:  # in backward a block has a stretch, or two where its group is computed again first
+            kept = blocks - before * blocks // stretches[Phase.BACKWARD]
+        away = max(0, -(-kept // every) - GROUPS_ON_DEVICE)
+        alive = _positive(moment.alive + _times(one, -away))
         moments.append(replace(moment, alive=alive, growth=PerSample() if is_block else moment.growth))
-        kept = kept + left if moment.phase is Phase.FORWARD else kept + _times(_absolute(left), -1)
-    device = two if two.at(1) < activity.checkpoints.at(1) else activity.checkpoints
-    return replace(activity, moments=tuple(moments), checkpoints=device)
+    return replace(activity, moments=tuple(moments), checkpoints=_times(one, GROUPS_ON_DEVICE))
 
 
 def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:
@@ -270,10 +277,6 @@ def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:
 
 def _times(number: PerSample, factor: float) -> PerSample:
     return PerSample(number.fixed * factor, number.each * factor)
-
-
-def _absolute(number: PerSample) -> PerSample:
-    return PerSample(abs(number.fixed), abs(number.each))
 
 
 def _positive(number: PerSample) -> PerSample:

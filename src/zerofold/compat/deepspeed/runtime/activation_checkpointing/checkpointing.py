@@ -75,8 +75,8 @@ def configure(
     keep_as(section)
     if section.get("partition_activations"):
         logger.warning(
-            "deepspeed.checkpointing.configure: partition_activations: cut over the ranks of tensor parallelism; with "
-            "one rank in that axis there is nothing to cut"
+            "deepspeed.checkpointing.configure: partition_activations: cutting them over tensor ranks is still to "
+            "come: kept whole; without such ranks there is nothing to cut"
         )
     if section.get("profile"):
         logger.warning(
