@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -173,3 +174,34 @@ def test_blocks_of_a_group_that_are_left_out_or_called_otherwise_are_refused(ord
         for index in order:
             x = model[index](x)
         x.sum().backward()
+
+
+def test_a_block_is_not_checkpointed_twice() -> None:
+    model = nn.ModuleDict({"part": nn.Sequential(*layers(2)), "rest": nn.Sequential(*layers(2))})
+    part = zf.checkpoint_blocks(model["part"], units=nn.Linear)
+    with pytest.raises(ValueError, match=r"'part.0' is checkpointed already: call remove\(\)"):
+        zf.checkpoint_blocks(model, units=nn.Linear)
+    zf.checkpoint_blocks(model["rest"], units=nn.Linear)
+    model["rest"](model["part"](given())).sum().backward()
+    part.remove()
+
+
+def test_calls_in_another_thread_are_not_inside() -> None:
+    """What is inside a call keeps nothing, since it is made again; another thread's call is not."""
+    store, kept, (linear,) = zf.CheckpointStore("host"), list[int](), layers(1)
+
+    def outer(x: Tensor) -> Tensor:
+        def other() -> None:
+            before = store.nbytes["host"]
+            made = zf.checkpoint(linear, given() * 2, store=store)
+            kept.append(store.nbytes["host"] - before)
+            made.sum().backward()
+
+        if not kept:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        return x.exp()
+
+    zf.checkpoint(outer, given() * 1, store=store).sum().backward()
+    assert kept[0] > 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from models import Block, batches, make_model
 from zerofold.activation.slots import Slots
 from zerofold.bench.gpt import GPT, GPTSize, RandomTokens
 from zerofold.bench.gpt import Block as GPTBlock
-from zerofold.memory.disk import whole_pages
+from zerofold.memory.disk import DiskError, whole_pages
+from zerofold.memory.disk_blocks import Block as DiskBlock
 from zerofold.plan.transformer import GPTNumbers
 
 LAYERS, WIDTH, ROWS = 6, 64, 64
@@ -151,6 +155,31 @@ def test_files_hold_what_the_host_only_passes_on(tmp_path: Path) -> None:
     assert checkpointing.store.peak_device_nbytes == 2 * INPUT
     checkpointing.remove()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fails_says_so_and_leaves_no_memory_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers()
+    checkpointing = zf.checkpoint_blocks(model, keep="nvme", path=tmp_path)
+    write, fails = DiskBlock.write, [True]
+
+    def failing(self: DiskBlock, *args: Any) -> Any:
+        if fails[0]:
+            raise OSError(errno.EIO, "on purpose")
+        return write(self, *args)
+
+    monkeypatch.setattr(DiskBlock, "write", failing)
+    with pytest.raises(DiskError, match="write of activations"):
+        model(first_input()).sum().backward()
+    gc.collect()
+    for _ in range(LAYERS):  # each failed write is told once
+        with contextlib.suppress(DiskError):
+            assert checkpointing.nbytes == {"device": 0, "host": 0, "nvme": 0}
+            break
+    else:
+        raise AssertionError(checkpointing.nbytes)
+    fails[0] = False
+    model(first_input()).sum().backward()
+    checkpointing.remove()
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])

@@ -108,6 +108,43 @@ def test_a_slow_copy_is_waited_for() -> None:
     assert all(map(torch.equal, plain, found))
 
 
+def test_an_input_changed_while_it_is_copied_is_noticed() -> None:
+    """Backward runs in a thread of its own, and is where it is told."""
+    layers = nn.ModuleList(nn.Linear(1024, 1024, device="cuda") for _ in range(4))
+    zf.checkpoint_blocks(layers, keep="host")
+    for changed_after in (1, 2, 4):
+        x = made = layers[0](torch.ones(4096, 1024, device="cuda", requires_grad=True))
+        for index, layer in enumerate(layers[1:], start=1):
+            made = layer(made)
+            if index == changed_after:
+                with torch.no_grad():
+                    x.zero_()
+        if changed_after == 4:  # never
+            made.sum().backward()
+            continue
+        with pytest.raises(RuntimeError, match=r"shape \(4096, 1024\) that is kept for backward.*changed in place"):
+            made.sum().backward()
+
+
+def test_a_checkpoint_inside_a_checkpoint_keeps_nothing_in_backwards_thread() -> None:
+    store, linear = zf.CheckpointStore("host"), nn.Linear(256, 256, device="cuda")
+
+    def gradients(store: zf.CheckpointStore | None) -> list[Any]:
+        def outer(x: Tensor) -> Tensor:
+            return zf.checkpoint(linear, zf.checkpoint(linear, x, store=store), store=store)
+
+        x = torch.linspace(-1, 1, 256 * 64, device="cuda").view(64, 256).requires_grad_()
+        for _ in range(3):
+            zf.checkpoint(outer, x * 2, store=store).square().sum().backward()
+        found = [x.grad, linear.weight.grad]
+        linear.weight.grad = None
+        return found
+
+    assert all(map(torch.equal, gradients(None), gradients(store)))
+    assert sum(store.nbytes.values()) == 0
+    store.close()
+
+
 def test_activations_of_a_model_that_keeps_everything_leave_the_device() -> None:
     def run(offloads: bool) -> tuple[list[Tensor], int]:
         model, optimizer, _ = prepared(None)

@@ -75,6 +75,9 @@ def checkpoint_blocks(
         raise ValueError("policy= needs a checkpoint that is not reentrant: leave use_reentrant=True out")
     store = CheckpointStore(keep, path=path) if keep != "device" or contiguous else None
     blocks = _blocks_of(model, units)
+    twice = next((name for name, module in blocks.items() if _ON_BLOCK in vars(module)), None)
+    if twice is not None:
+        raise ValueError(f"checkpoint_blocks: {twice!r} is checkpointed already: call remove() on what came back first")
     if not blocks:
         raise ValueError("checkpoint_blocks: no repeated blocks were found in this model: name them with units=")
     run = partial(checkpoint, use_reentrant=use_reentrant, policy=policy, store=store)

@@ -202,6 +202,8 @@ class DiskShelf(HostShelf):
             assert item.slot is not None
             self._passing.append((item.slot, None, arrived.done))
             item.slot = item.reading = None
+        else:
+            item.done = arrived.done  # before it threads may not fill the slot again, which know nothing of streams
         return arrived
 
     def give(self, item: Item) -> None:
@@ -232,14 +234,15 @@ class DiskShelf(HostShelf):
                 store, extent = item.room
                 store.give(extent)
                 self._written -= extent.nbytes
-        passing, self._passing = self._passing, []
+        passing, self._passing, failed = self._passing, [], None
         for slot, request, done in passing:
             if done.is_over and (request is None or request.is_done):
-                if request is not None:
-                    request.wait()  # which raises what went wrong
                 self._slots.give(slot)
+                failed = failed or (request if request is not None and request.error is not None else None)
             else:
                 self._passing.append((slot, request, done))
+        if failed is not None:
+            failed.wait()  # which raises what went wrong
 
     def _take_room(self, nbytes: int) -> tuple[DiskStore, Extent]:
         for store in self._files:
