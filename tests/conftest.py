@@ -50,6 +50,12 @@ THOROUGH = [
     r"test_park.py::test_training_goes_on_to_the_bit_on_every_row",
     r"test_plan_traffic.py::test_the_ledger_counts_what_the_plan_says\[.*-fp32-1-4\]",
     r"test_ranks.py::test_(the_least_recently|a_hang_ends|a_world_without|errors_caught|an_error_shows)",
+    r"test_load_folder.py::test_other_models_files_and_precisions\[gpt2-2-False-options1\]",
+    r"test_hugging_face.py::test_stages_1_and_2_give_the_curves",
+    r"test_compile.py::test_a_model_compiled_whole_breaks_at_its_units",
+    r"test_launcher.py::test_(no_process_outlives_the_command\[interrupted\]|two_ranks_train_with_all)",
+    r"test_checkpoint_rare.py::test_what_is_rare",
+    r"test_export.py::test_hugging_face_loads_the_same_bits\[dp-None\]",
 ]
 
 
