@@ -50,6 +50,14 @@ def test_rows_send_more_and_wait_more_on_slow_wires() -> None:
     assert step(replace(point, stage="3")).bottleneck == "compute"
 
 
+def test_an_all_reduce_is_its_two_halves() -> None:
+    wires = wires_of(CLUSTER)
+    for span in (Span(ranks=8, nodes=1), Span(ranks=64, nodes=8)):
+        half = wires.seconds("reduce_scatter", 1e9, span)
+        assert half == wires.seconds("all_gather", 1e9, span)
+        assert wires.seconds("all_reduce", 1e9, span) == pytest.approx(2 * half)
+
+
 def test_what_is_hidden_is_not_counted() -> None:
     """On a wire fast enough only the ends show: the first gathers and the last reductions."""
     found = step(Point(stage="3", micro_batch=8, checkpoint_every=1))

@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ def _gpt(large: bool) -> PlanModel:
     return PlanModel("gpt", lambda: GPT(size), batch)
 
 
-_TINY_DECODER = {
+_TINY_DECODER: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -94,34 +94,30 @@ _TINY_DECODER = {
 
 
 def _llama(large: bool) -> PlanModel:
-    settings = {
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "pad_token_id": None,
-    }  # 1.1e9
-    chosen, length = (settings, 1024) if large else (_TINY_DECODER, 64)
-    build = _hugging_face("LlamaForCausalLM", "LlamaConfig", **chosen)
-    return PlanModel("llama", build, _causal(chosen["vocab_size"], length))  # type: ignore[arg-type]
+    sizes = _DecoderSizes(2048, 5632, 22, 32)  # 1.1e9
+    return _decoder("llama", "LlamaForCausalLM", "LlamaConfig", sizes if large else None)
 
 
 def _mixtral(large: bool) -> PlanModel:
-    settings = {
-        "vocab_size": 32000,
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "pad_token_id": None,
-    }  # 1.5e9
-    chosen, length = (settings, 1024) if large else (_TINY_DECODER, 64)
+    sizes = _DecoderSizes(1024, 3584, 16, 16)  # 1.5e9
     experts = {"num_local_experts": 8 if large else 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    build = _hugging_face("MixtralForCausalLM", "MixtralConfig", **chosen, **experts)
-    return PlanModel("mixtral", build, _causal(chosen["vocab_size"], length))  # type: ignore[arg-type]
+    return _decoder("mixtral", "MixtralForCausalLM", "MixtralConfig", sizes if large else None, **experts)
+
+
+class _DecoderSizes(NamedTuple):
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+
+
+def _decoder(name: str, kind: str, config: str, sizes: _DecoderSizes | None, **more: Any) -> PlanModel:
+    """Of the given sizes, or a tiny one."""
+    chosen = _TINY_DECODER
+    if sizes is not None:
+        chosen = {"vocab_size": 32000, **sizes._asdict(), "num_key_value_heads": 4, "pad_token_id": None}
+    build = _hugging_face(kind, config, **chosen, **more)
+    return PlanModel(name, build, _causal(chosen["vocab_size"], 64 if sizes is None else 1024))
 
 
 def _t5(large: bool) -> PlanModel:

@@ -312,10 +312,11 @@ def cosine(progress: float) -> float:
 
 
 def summary(result: Result, options: TrainOptions, ending: list[str]) -> str:
+    # A run that goes on with nothing left to do has not looked.
+    unseen = "" if result.validation_loss is None else f", {result.validation_loss:.3f} on text it has not seen"
     return (
         f"\nA sample of what it writes:\n\n{printable(result.sample)}\n\n"
-        f"Loss {result.first_loss:.3f} at the start, {result.loss:.3f} at the end, "
-        f"{result.validation_loss or math.nan:.3f} on text it has not seen.\n"
+        f"Loss {result.first_loss:.3f} at the start, {result.loss:.3f} at the end{unseen}.\n"
         f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s. "
         f"Metrics: {options.out / METRICS_FILE}; a page that shows them: zerofold report {options.out}\n"
         + "\n".join(ending)
