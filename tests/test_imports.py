@@ -13,6 +13,8 @@ ROOMS = [
     "stamps",
     "timing",
     "observe.hints",
+    "part",
+    "parallel.mesh",
     "placement",
     "loss_scale",
     "samples",

@@ -22,6 +22,7 @@ from zerofold.observe.out_of_memory import explain_oom
 from zerofold.observe.run import Run
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
+from zerofold.parallel.mesh import Mesh, mesh
 from zerofold.park import offload_states, reload_states
 from zerofold.plan.call import plan
 from zerofold.precision import Precision
@@ -47,6 +48,7 @@ __all__ = [
     "Lion",
     "LossScale",
     "LossScaleError",
+    "Mesh",
     "Precision",
     "ReplicaError",
     "Run",
@@ -73,6 +75,7 @@ __all__ = [
     "last_step",
     "ledger",
     "load",
+    "mesh",
     "no_sync",
     "offload_activations",
     "offload_states",

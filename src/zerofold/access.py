@@ -119,7 +119,10 @@ def _write_back(engine: Engine, versions: dict[int, int], *, checked: bool) -> N
 def _differs_from_shard(slab: Slab, index: int) -> bool:
     piece = slab.layout.pieces(slab.place)[index]
     own = slab.view(index).view(-1)[piece.start : piece.stop]
-    return slab.has_own_shard and not torch.equal(own, slab.shard[piece.shard_start : piece.shard_stop].to(own.dtype))
+    if not slab.has_own_shard:
+        return False
+    shard = slab.shard[piece.shard_start : piece.shard_stop]  # on another device where states are offloaded
+    return not torch.equal(own, shard.to(own.device, own.dtype))
 
 
 def _check_equal_on_all_ranks(engine: Engine, tensors: list[tuple[str, Tensor]]) -> None:

@@ -251,6 +251,14 @@ class Engine:
         return getattr(self.model, "_zerofold_checkpointing", None)
 
     @property
+    def uncounted(self) -> set[str]:
+        """Parameters that another rank of this copy of the model holds as well, and counts."""
+        if self.groups.model is None:
+            return set()
+        entries = (entry for slab in self.slabs() for entry in slab.entries)
+        return {entry.name for entry in entries if entry.part is not None and not entry.part.counts}
+
+    @property
     def psi(self) -> int:
         return sum(parameter.numel() for slab in self.slabs() for parameter in slab.parameters)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zerofold.groups import Groups
 from zerofold.layout import FlatLayout
 from zerofold.memory import StorageCache, TierMemory, Transfers
+from zerofold.part import Part, part_of
 from zerofold.placement import Row, Tiers
 from zerofold.precision import Dtypes, Precision
 from zerofold.shard_spec import StepScope
@@ -37,6 +38,11 @@ class Entry:
     dtypes: Dtypes | None = None
     face: ShardedParameter | None = None  # what stands for it outside its unit and in optimizers, once it is cut
     source: Source | None = None  # where its first values come from, if not from the model
+
+    @property
+    def part(self) -> Part | None:
+        """Of what it is a part, where a model is spread over a tensor or pipeline axis."""
+        return part_of(self.parameter)
 
     @property
     def wants_gradient(self) -> bool:

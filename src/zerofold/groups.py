@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerofold.comm import ALONE, CONTROL, Comm, Traffic
 from zerofold.placement import ACROSS, AXES, INSIDE, Row
 
+MODEL = "model"
+"""The group of those who hold one copy of the model between them."""
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -25,11 +28,14 @@ class Groups:
     across: Comm | None  # those who hold the same range in other groups
     copy: Comm | None  # those who share the second copy of the parameters
     control: Comm  # all ranks of the mesh, for agreements
+    model: Comm | None  # those who hold the other parts of this copy of the model, for agreements
     mesh: DeviceMesh | None
     made: tuple[dist.ProcessGroup, ...]
 
     @classmethod
-    def make(cls, mesh: DeviceMesh | None, row: Row, control: Comm, device: torch.device) -> Groups:
+    def make(
+        cls, mesh: DeviceMesh | None, row: Row, control: Comm, device: torch.device, model: Comm | None = None
+    ) -> Groups:
         maker = _Maker(mesh, control, device)
         gathered = row.parameters if row.parameters.is_cut else row.optimizer
         everyone = maker.shared(AXES)
@@ -42,12 +48,15 @@ class Groups:
             across if across is not None and across.size > 1 else None,
             None if row.copy is None else maker.smaller(row.copy.axes),
             control,
+            model,
             mesh,
             tuple(maker.made),
         )
 
     def destroy(self) -> None:
         destroy(self.mesh, (*self.made, self.control.group))
+        if self.model is not None and dist.is_initialized():
+            dist.destroy_process_group(self.model.group)
 
 
 class _Maker:
@@ -92,6 +101,19 @@ def make_control(mesh: DeviceMesh | None, *, overlap: bool) -> Comm:
     """
     backend = dist.get_backend() if dist.get_backend() in ALONE else "gloo"
     return Comm(_new_group(mesh, AXES, backend), torch.device("cpu"), Traffic(), overlap=overlap, name=CONTROL)
+
+
+def make_model_group(groups: list[list[int]], control: Comm) -> Comm | None:
+    """Of the ranks that hold one copy of the model between them, given all such sets; None where each has all of it.
+
+    Its few numbers are counted with those of the data axis.
+    """
+    if len(groups[0]) == 1:
+        return None
+    backend = dist.get_backend() if dist.get_backend() in ALONE else "gloo"
+    made = {tuple(ranks): dist.new_group(ranks, backend=backend) for ranks in groups}
+    (mine,) = [group for ranks, group in made.items() if dist.get_rank() in ranks]
+    return Comm(mine, torch.device("cpu"), control.traffic, overlap=control.overlap, name=MODEL)
 
 
 def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup]) -> None:

@@ -22,7 +22,7 @@ from zerofold.configured import Config, configured, scheduler_of, shard_argument
 from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
 from zerofold.engine import Engine
 from zerofold.entry import Entry
-from zerofold.groups import Groups, destroy, make_control, ranks_along
+from zerofold.groups import Groups, destroy, make_control, make_model_group, ranks_along
 from zerofold.materialise import Init, Materialiser, on_meta
 from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
@@ -31,6 +31,7 @@ from zerofold.offloading import Offloading, make_offloading
 from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
+from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
 from zerofold.state_dicts import StateDicts
@@ -56,7 +57,7 @@ def prepare(
     clip_value: float | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     one_pass: bool | None = None,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Mesh | None = None,
     cost: Cost | None = None,
     init: Init | None = None,
     load: Load | None = None,
@@ -121,7 +122,7 @@ def shard(
     units: UnitChoice = None,
     cut: str | None = None,
     precision: str | Precision | None = None,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Mesh | None = None,
     cost: Cost | None = None,
     init: Init | None = None,
     load: Load | None = None,
@@ -144,7 +145,8 @@ def shard(
                   have no master: they live in the compute dtype alone
     units         modules gathered as one: a class or classes, a predicate (name, module), a least number of
                   parameters, or None to find repeated blocks
-    mesh          a DeviceMesh to shard over, of one dimension or of two (groups × ranks in a group); else all ranks
+    mesh          a `zf.mesh`, over whose data axis states are placed; or a DeviceMesh to shard over, of one dimension
+                  or of two (groups × ranks in a group); else all ranks
     cost          with cut="whole": what updating a parameter costs, to balance owners by; its bytes by default
     init          for a model on the meta device: fills the parameters and buffers of one module. By default Hugging
                   Face's or torch's own way. Each unit gets memory, values, and is cut before the next.
@@ -173,8 +175,10 @@ def shard(
     >>> zf.close(model)
     """
     _check_ready(model)
+    spread, mesh = (mesh, mesh.zero) if isinstance(mesh, Mesh) else (None, mesh)
     _check_kinds(mesh, cost=cost, init=init)
     control = make_control(mesh, overlap=overlap)
+    model_group = None if spread is None else make_model_group(spread.groups(PIPELINE, TENSOR), control)
     try:
         agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate, patience, check_replicas))
         policy = agree(control, lambda: policy_of(precision))
@@ -197,7 +201,7 @@ def shard(
             plan.row,
             plan.assigned,
             plan.modules,
-            Groups.make(mesh, plan.row, control, plan.device),
+            Groups.make(mesh, plan.row, control, plan.device, model_group),
             plan.device,
             materialiser=_materialiser(model, plan, init),
             live_bytes=live_bytes,
@@ -379,7 +383,7 @@ def _check_kinds(mesh: DeviceMesh | None, **functions: object) -> None:
     if mesh is None:
         return
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, not {type(mesh).__name__}")
+        raise TypeError(f"mesh must be a zf.mesh(...) or a torch DeviceMesh, not {type(mesh).__name__}")
     if not 1 <= mesh.ndim <= 2:
         raise ValueError(
             f"mesh has {mesh.ndim} dimensions; pass the one or two to shard over, for example mesh['data']"

@@ -38,15 +38,28 @@ class Gradients:
         some._fill([(name, face) for name, face in self._named if id(face) in wanted])
         return some
 
+    def _counted(self) -> Gradients:
+        """Without those that another rank of this copy of the model holds as well, and counts."""
+        copies = self._engine.uncounted
+        if not copies:
+            return self
+        some = copy.copy(self)
+        some._fill([(name, face) for name, face in self._named if name not in copies])
+        return some
+
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The same number on every rank."""
-        is_cut = self._engine.row.optimizer.is_cut
-        if self._are_plain and not is_cut:  # torch's own arithmetic and order, to the bit
+        is_cut, model = self._engine.row.optimizer.is_cut, self._engine.groups.model
+        if self._are_plain and not is_cut and model is None:  # torch's own arithmetic and order, to the bit
             return torch.nn.utils.get_total_norm(self.local, norm_type)
-        total = self._sum_of_powers(norm_type)
+        total = self._counted()._sum_of_powers(norm_type)
+        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         if is_cut:
-            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
             self._engine.groups.reduce.all_reduce(total, unit="gradient norm", op=op).wait()
+        if model is not None:
+            told = total.cpu()
+            model.all_reduce(told, unit="gradient norm", op=op).wait()
+            total = told.to(total.device)
         return (total if math.isinf(norm_type) else total.pow(1 / norm_type)).float()
 
     def coefficient(self, max_norm: float, norm: Tensor) -> Tensor:
@@ -96,7 +109,11 @@ class Gradients:
         bad = (i for i, tensor in enumerate(self.local) if tensor.numel() and not tensor.isfinite().all())
         first = torch.tensor(float(next(bad, len(self.names))), dtype=torch.float64)
         self._engine.groups.control.all_reduce(first, unit="non-finite", op=dist.ReduceOp.MIN).wait()
-        return None if int(first) == len(self.names) else self.names[int(first)]
+        name = None if int(first) == len(self.names) else self.names[int(first)]
+        if self._engine.groups.model is None:
+            return name
+        told = self._engine.groups.model.all_gather_objects(name, unit="non-finite")
+        return next((each for each in told if each is not None), None)
 
 
 def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> Tensor:

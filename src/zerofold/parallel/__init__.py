@@ -1,0 +1,1 @@
+"""Tensor and pipeline parallelism from torch, with ZeRO over the data axis."""
