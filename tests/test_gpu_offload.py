@@ -201,4 +201,5 @@ def test_loops_whose_gradients_wait_on_the_device(loop: Any, stage: int, precisi
         loop(model, optimizer)
         found.append([zf.full(p) for group in optimizer.param_groups for p in group["params"]])
         zf.close(model, gather=False)
-    assert largest_difference(found[1], found[0]) < (1e-5 if precision == "fp32" else 1e-2)
+    # 16-bit gradients round once more when they are clipped, and a LayerNorm's bias is nothing but its updates.
+    assert largest_difference(found[1], found[0]) < (1e-5 if precision == "fp32" else 3e-2)

@@ -38,7 +38,7 @@ def nothing() -> None:
 
 def compute(clock: CudaClock, seconds: float) -> None:
     """Keeps the current stream busy."""
-    torch.cuda._sleep(round(seconds * clock.cycles_per_second))
+    clock.waiting.wait(seconds)
 
 
 def test_a_message_takes_its_time(clock: CudaClock) -> None:
@@ -88,7 +88,11 @@ def test_waits_of_another_stream_are_not_exposed(clock: CudaClock) -> None:
 def test_what_a_message_brings_is_there_after_the_wait(clock: CudaClock) -> None:
     values = torch.zeros(1000, device="cuda")
     sent = torch.full((1000,), 3.0, device="cuda")
-    ticket = clock.send("across", "all_gather", MESSAGE, lambda: values.copy_(sent) and None)
+
+    def fill() -> None:
+        values.copy_(sent)
+
+    ticket = clock.send("across", "all_gather", MESSAGE, fill)
     ticket.wait()
     assert values.sum().item() == 3000.0
 

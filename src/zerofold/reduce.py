@@ -231,11 +231,17 @@ def _pack_table(table: Tensor, reduction: Reduction, chunk: Chunk, scale: float)
 def _put(target: Tensor, source: Tensor | None, scale: float) -> None:
     if source is None:
         target.zero_()
-    elif source.dtype is target.dtype:
+        return
+    if source.dtype is target.dtype:
         torch.mul(source, scale, out=target)
-    else:  # scaled in the wider dtype of the two, or it would round before it is wide
-        wide = torch.promote_types(source.dtype, target.dtype)
-        target.copy_(source.to(wide).mul_(scale))
+        return
+    # Scaled in the wider dtype of the two, or it would round before it is wide.
+    wide = torch.promote_types(source.dtype, target.dtype)
+    if wide is target.dtype and target.device.type == "cpu":  # where both kernels are vector code, unlike a mixed one
+        target.copy_(source)
+        target.mul_(scale)
+    else:
+        torch.mul(source, torch.full((1,), scale, dtype=wide, device=source.device), out=target)
 
 
 def _sum_in_rank_order(

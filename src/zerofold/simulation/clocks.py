@@ -10,7 +10,6 @@ Virtual time is kept by adding numbers up: exact, and the same every time. On th
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -18,6 +17,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+
+from zerofold.simulation.waiting import Waiting, urgent_stream
 
 HOST = "host"
 """The wire of messages between hosts: a few numbers, that a host waits for."""
@@ -170,9 +171,9 @@ class CudaClock:
         self._device = device
         self._computing = torch.cuda.current_stream(device)
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._fills = _urgent_stream(device)
+        self._fills = urgent_stream(device)
         self._host = WallClock()
-        self.cycles_per_second = _calibrate(device)
+        self.waiting = Waiting(device)
         self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @property
@@ -188,7 +189,7 @@ class CudaClock:
         if wire == HOST:
             return self._host.send(wire, operation, seconds, fill)
         if wire not in self._streams:  # torch has 32 streams in all, and hands them out again
-            self._streams[wire] = _urgent_stream(self._device)
+            self._streams[wire] = urgent_stream(self._device)
         stream, current = self._streams[wire], torch.cuda.current_stream(self._device)
         for each in (stream, self._fills):
             each.wait_stream(current)
@@ -196,7 +197,7 @@ class CudaClock:
             fill()
         with torch.cuda.stream(stream):
             if seconds > 0:
-                torch.cuda._sleep(round(seconds * self.cycles_per_second))
+                self.waiting.wait(seconds)
             stream.wait_stream(self._fills)
             over = stream.record_event()
         return _OnStream(self, operation, over)
@@ -231,27 +232,3 @@ class _OnStream:
 
     def is_over(self) -> bool:
         return self._over.query()
-
-
-def _urgent_stream(device: torch.device) -> torch.cuda.Stream:
-    """Its kernels begin when the next block of another ends, not when all blocks that wait have had their turn."""
-    return torch.cuda.Stream(device, priority=-1)
-
-
-def _calibrate(device: torch.device) -> float:
-    """Cycles a second of the kernel that waits, at the clock rate of a GPU that computes beside it."""
-    cycles = 20_000_000  # some 10 ms
-    matrix = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-    product, beside = torch.empty_like(matrix), _urgent_stream(device)
-    rates = []
-    for _ in range(5):
-        for _ in range(100):
-            torch.mm(matrix, matrix, out=product)
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(beside):
-            before.record(beside)
-            torch.cuda._sleep(cycles)
-            after.record(beside)
-        torch.cuda.synchronize(device)
-        rates.append(cycles / (before.elapsed_time(after) / 1e3))
-    return statistics.median(rates[1:])  # the first also loads kernels
