@@ -142,7 +142,8 @@ def test_fast_wires_expose_little() -> None:
 def test_fsdp2_runs_under_the_same_wires(stage: str) -> None:
     ours, theirs = (run(2e7, engine, stage) for engine in ("zerofold", "fsdp2"))
     for operation in ("all_gather", "reduce_scatter"):
-        assert theirs.sent_bytes[operation] == pytest.approx(ours.sent_bytes[operation], rel=0.4)
+        # A small model fits under the bound on live bytes, so zerofold gathers less of it a second time.
+        assert ours.sent_bytes[operation] <= 1.05 * theirs.sent_bytes[operation] <= 2 * ours.sent_bytes[operation]
     occupied = sum(theirs.wire_seconds.values())
     assert 0.5 * occupied < theirs.exposed_seconds <= 1.1 * occupied
     assert theirs.exposed == {}  # streams of its own wait

@@ -67,8 +67,7 @@ class Schedule:
     def after_forward(self, unit: Unit, *, expects_backward: bool, keep: bool) -> None:
         """`keep`: what came out may lead autograd back here without passing a hook."""
         if self.clock.tape is not None:
-            self.clock.tape.forward_ends(unit.name)
-            self.clock.tape.take_sample(unit)
+            self.clock.tape.take_sample(unit, at=self.clock.tape.forward_ends(unit.name))
         self._in_forward = self._in_forward - Counter([unit])
         if keep:
             self._kept.add(unit)

@@ -208,22 +208,22 @@ class Tape:
         if self.traces:
             self._forwards[unit] = self.stamp()
 
-    def forward_ends(self, unit: str) -> None:
+    def forward_ends(self, unit: str) -> Stamp | None:
         began = self._forwards.pop(unit, None)
-        if began is not None:
-            self._add(FORWARD, unit, began)
+        return None if began is None else self._add(FORWARD, unit, began)
 
     def backward(self, unit: str) -> None:
         """Until the next unit's begins: which of two events comes first, its end or that, depends on autograd."""
         if self.traces:
-            self.backward_ends()
-            self._backward = unit, self.stamp()
+            now = self.stamp()
+            self.backward_ends(now)
+            self._backward = unit, now
 
-    def backward_ends(self) -> None:
+    def backward_ends(self, now: Stamp | None = None) -> None:
         if self._backward is not None:
             unit, began = self._backward
             self._backward = None
-            self._add(BACKWARD, unit, began)
+            self._add(BACKWARD, unit, began, now)
 
     def on_wire(self, category: str, unit: str, began: Stamp, nbytes: int, ended: float | None = None) -> None:
         """A collective is through. `ended` where somebody saw when; otherwise when its result was waited for."""
@@ -239,15 +239,17 @@ class Tape:
             self._lane_ends[lane] = now
             self._step.beside.append(Span(lane, lane, f"{what} {unit or 'root'}", unit, began, now, nbytes))
 
-    def take_sample(self, unit: Any = None) -> None:
+    def take_sample(self, unit: Any = None, *, at: Stamp | None = None) -> None:
+        """`at`: a stamp that was taken just now."""
         if self.sample is not None:
             nbytes = self.sample(unit)
             if self.traces:
-                self._step.samples.append((self.stamp(), nbytes))
+                self._step.samples.append((self.stamp() if at is None else at, nbytes))
 
-    def _add(self, category: str, unit: str, began: Stamp) -> None:
-        name = f"{category} {unit or 'root'}"
-        self._step.spans.append(_Open(MAIN, category, name, unit, began, self.stamp(), 0))
+    def _add(self, category: str, unit: str, began: Stamp, ended: Stamp | None = None) -> Stamp:
+        name, ended = f"{category} {unit or 'root'}", self.stamp() if ended is None else ended
+        self._step.spans.append(_Open(MAIN, category, name, unit, began, ended, 0))
+        return ended
 
     # reading
 

@@ -21,6 +21,7 @@ _NOTES = {
     ("fsdp2", "cpu"): "FSDP2 waits for every message at once on the CPU",
     ("fsdp2", "cuda"): "FSDP2 lets streams of its own wait, so which collective is exposed cannot be told",
 }
+_WINDOWS = 3  # of steps, with wires and without
 _WARM = 2  # the first step makes the optimizer's states, the second is the first that knows the order of units
 
 
@@ -140,21 +141,24 @@ def _real(ready: Ready, network: Network, device: torch.device, steps: int) -> _
     clock, wires = network.clock, network.wires
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    network.forget()
-    clock.forget()
-    took = _median_of(ready, clock, steps)
-    exposed = {operation: waited / steps for operation, waited in clock.exposed.items()}
-    wire = {operation: seconds / steps for operation, seconds in network.seconds.items()}
-    sent = {operation: nbytes / steps for operation, nbytes in network.sent.items()}
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    network.wires = free(wires.per_node)
-    ready.step()
-    alone = _median_of(ready, clock, steps)
+    took, alone = [], []
+    for _ in range(_WINDOWS):  # turn by turn: a GPU that grows warm is slower
+        network.wires = wires
+        network.forget()
+        clock.forget()
+        took.append(_window(ready, clock, steps))
+        exposed = {operation: waited / steps for operation, waited in clock.exposed.items()}
+        wire = {operation: seconds / steps for operation, seconds in network.seconds.items()}
+        sent = {operation: nbytes / steps for operation, nbytes in network.sent.items()}
+        network.wires = free(wires.per_node)
+        alone.append(_window(ready, clock, steps))
     network.wires = wires
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    with_wires, without = statistics.median(took), statistics.median(alone)
     return _Found(
-        step=took,
-        compute=alone,
-        exposed_total=max(0.0, took - alone),
+        step=with_wires,
+        compute=without,
+        exposed_total=max(0.0, statistics.median(one - other for one, other in zip(took, alone, strict=True))),
         exposed=exposed,
         wire=wire,
         sent=sent,
@@ -163,13 +167,12 @@ def _real(ready: Ready, network: Network, device: torch.device, steps: int) -> _
     )
 
 
-def _median_of(ready: Ready, clock: Clock, steps: int) -> float:
-    seconds = []
+def _window(ready: Ready, clock: Clock, steps: int) -> float:
+    """Seconds of a step, among several in a row: what a step leaves to the next one is not waited for in between."""
+    begin = clock.now()
     for _ in range(steps):
-        begin = clock.now()
         ready.step()
-        seconds.append(clock.now() - begin)
-    return statistics.median(seconds)
+    return (clock.now() - begin) / steps
 
 
 def _clock(world: World, device: torch.device) -> Clock:

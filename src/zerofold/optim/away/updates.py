@@ -27,6 +27,7 @@ from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of
 from zerofold.optim.away.from_disk import DiskUpdate
 from zerofold.optim.away.on_host import HostUpdate
 from zerofold.optim.away.through_device import DeviceUpdate
+from zerofold.optim.away.timing import Timing
 from zerofold.optim.host_pool import HostPool, PoolJob
 from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.placement import Tier
@@ -80,46 +81,6 @@ class Way:
     """Of what streams through the device, on the device."""
     ahead: int = 0
     """Chunks that come to the device before the step that updates them."""
-
-
-@dataclass
-class Timing:
-    """What host and device took for their parts of the last update, and the share that this suggests."""
-
-    device_share: float
-    host_elements: int = 0
-    device_elements: int = 0
-    host_seconds: float = 0.0
-    device_seconds: float = 0.0
-    steps: int = 0
-    to_try: list[float] = field(default_factory=list)
-    took: dict[float, float] = field(default_factory=dict)
-    is_tuned: bool = False
-    _started: float = 0.0
-
-    def begin(self) -> None:
-        self._started = time.perf_counter()
-        self.host_elements = self.device_elements = 0
-
-    def end_of_host(self) -> None:
-        self.host_seconds = time.perf_counter() - self._started
-
-    def tune(self, ran_with: float | None) -> None:
-        """Tries a little more and a little less, twice each, and keeps to the best from then on. Rates alone would not
-        do: host and device share one memory, so each is faster when the other has less to do."""
-        if self.is_tuned:
-            return
-        self.steps += 1
-        if self.steps == 1:
-            self.to_try = [self.device_share + change for change in (0.0, -0.1, 0.1) for _ in range(2)]
-        elif self.steps > 2 and ran_with is not None:  # the first update makes kernels and faults memory in
-            longest = max(self.host_seconds, self.device_seconds)
-            self.took[ran_with] = min(longest, self.took.get(ran_with, longest))
-        if self.to_try:
-            self.device_share = min(1.0, max(0.0, self.to_try.pop(0)))
-        elif self.took:
-            self.device_share = min(self.took, key=lambda share: self.took[share])
-            self.is_tuned = True
 
 
 class AwayUpdates:
