@@ -17,7 +17,7 @@ from zerofold.placement import Tier
 FIRST_SHARE = 0.65  # of the elements go through the device, until steps have been timed
 SAFE_PART = 0.9  # of the device's memory
 SPARE_PART = 0.125  # of what is left of that, for gradients and chunks that wait on the device
-MOST_AHEAD = 24  # chunks, 4.8 GB
+MOST_AHEAD = 32  # chunks, 6.4 GB
 
 
 def updates_of(engine: Engine) -> AwayUpdates:
