@@ -82,7 +82,7 @@ class _Open(NamedTuple):
     nbytes: int
 
 
-@dataclass
+@dataclass(eq=False)
 class _Step:
     """The step under way, as it is written down."""
 
@@ -119,9 +119,10 @@ class Tape:
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         """Of all of them together."""
         self._kept: deque[_Step] = deque()
+        self._sampled: _Step | None = None  # the last one in which memory was looked at
         self._keep = keep
         self.sample: Callable[[Any], dict[str, int]] | None = None
-        """What the memory holds when a unit (or None: any) has just changed something."""
+        """What the memory holds when a unit (or None: any) has just changed something. None for a step without."""
         self.after_step: Callable[[], None] | None = None
         self._stamps = stamps or (CudaStamps(device) if device.type == "cuda" else HostStamps())
         if device.type == "cuda":
@@ -277,11 +278,17 @@ class Tape:
         step.begin, step.seconds = self._begin_of(step), seconds
         self._begin = step.begin + after(step.first, step.last)
         self._kept.append(step)
-        # A gather that was begun in one step may be waited for in the next: its stamps are needed for so long.
+        gone = []
+        if step.samples:
+            if self._sampled is not None and self._sampled not in self._kept:
+                gone.append(self._sampled)
+            self._sampled = step
         while len(self._kept) > (self._keep if self.traces else 0):
-            self._stamps.take_back(self._retired)
-            gone = self._kept.popleft()
-            self._retired = [gone.first, *gone.stamps]
+            oldest = self._kept.popleft()
+            gone += [] if oldest is self._sampled else [oldest]
+        # A gather that was begun in one step may be waited for in the next: its stamps are needed for so long.
+        self._stamps.take_back(self._retired)
+        self._retired = [stamp for each in gone for stamp in (each.first, *each.stamps)]
 
     @property
     def last_steps(self) -> list[StepTimes]:
@@ -293,8 +300,13 @@ class Tape:
             return stamp if isinstance(stamp, float) else step.begin + self._stamps.after(step.first, stamp)
 
         spans = [_read_span(span, clock) for span in step.spans]
-        samples = [Sample(clock(stamp), nbytes) for stamp, nbytes in step.samples]
-        return StepTimes(step.begin, clock(step.last), step.seconds, spans + step.beside, samples)
+        return StepTimes(step.begin, clock(step.last), step.seconds, spans + step.beside, self._samples_of(step))
+
+    def _samples_of(self, step: _Step) -> list[Sample]:
+        """Its own, or those of the last step that has any, at the same times after its begin."""
+        seen = step if step.samples or self._sampled is None else self._sampled
+        after = self._stamps.after
+        return [Sample(step.begin + after(seen.first, stamp), nbytes) for stamp, nbytes in seen.samples]
 
     def _begin_of(self, step: _Step) -> float:
         """The host's stamps are its own seconds; a device's count from the end of the step before."""

@@ -29,11 +29,12 @@ BUFFER_BYTES = {"cuda": default_buffer_bytes("cuda"), "cpu": 2**18}
 
 
 class Rates(NamedTuple):
-    """What a device reaches: flops and bytes a second, and seconds to start a kernel."""
+    """What a device reaches: flops and bytes a second, seconds from kernel to kernel, and of the host for each."""
 
     flops: float
     memory: float
     kernel: float
+    host: float
 
 
 def machine_of(device: str, world: int, rates: Rates | None) -> Machine:
@@ -42,7 +43,12 @@ def machine_of(device: str, world: int, rates: Rates | None) -> Machine:
     if rates is None:
         return machine
     return replace(
-        machine, flops=rates.flops, flops_fp32=rates.flops, memory_rate=rates.memory, kernel_seconds=rates.kernel
+        machine,
+        flops=rates.flops,
+        flops_fp32=rates.flops,
+        memory_rate=rates.memory,
+        kernel_seconds=rates.kernel,
+        host_seconds=rates.host,
     )
 
 

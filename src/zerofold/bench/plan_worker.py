@@ -242,7 +242,21 @@ def measure_rates(device: torch.device, precision: str) -> Rates:
             small.add_(1)
 
     started = min(_timed(many, device) for _ in range(3)) / 200
-    return Rates(2 * width**3 / product, 2 * source.nbytes / copied, started)
+    return Rates(2 * width**3 / product, 2 * source.nbytes / copied, started, _host_seconds(device))
+
+
+def _host_seconds(device: torch.device) -> float:
+    """Of a kernel in a network that is all host: forward and backward of layers too small to compute anything."""
+    layers, kernels_of_a_layer = 32, 6  # product with bias and gelu; their backward: two products, a sum, gelu's
+    network = nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(8, 8), nn.GELU()))).to(device)
+    given = torch.ones(8, 8, device=device, requires_grad=True)
+
+    def step() -> None:
+        network(given).sum().backward()
+        network.zero_grad()
+
+    step()
+    return min(_timed(step, device) for _ in range(10)) / (layers * kernels_of_a_layer)
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> float:

@@ -15,7 +15,8 @@ from zerofold.placement import Tier
 from zerofold.timing import Tape
 from zerofold.unit import Unit
 
-_ASKED_FIRST, _ASKED_EVERY = 3, 32  # steps in which the allocator is asked
+_LOOKED_FIRST, _LOOKED_EVERY = 4, 32
+"""Steps in which memory is looked at: one is like the other, and looking takes as long as launching many kernels."""
 STATES = ("parameters", "gradients", "optimizer", "gathered", "buffers", "other")
 
 
@@ -57,8 +58,6 @@ class Recording:
         self._sums = _Gradients(0, 0)
         self._totals_of: object = None
         self._totals = Totals(0, 0, 0, 0)
-        self._seen: list[int] = []  # of `_others`, by the moment in a step
-        self._moment, self._asks = 0, True
         self._sent, self._calls = dict(engine.traffic.sent), dict(engine.traffic.counts)
         self.tape = Tape(engine.device, traces=trace, keep=keep)
         self.tape.sample, self.tape.after_step = self._sample, self._after_step
@@ -118,11 +117,10 @@ class Recording:
 
     def _after_step(self) -> None:
         self.steps += 1
-        self._sample(None)
-        self._moment = 0
-        self._asks = self.steps < _ASKED_FIRST or self.steps % _ASKED_EVERY == 0
-        if self._asks:
-            self._seen = []
+        if self.tape.sample is not None:
+            self._sample(None)
+        looks = self.steps < _LOOKED_FIRST or self.steps % _LOOKED_EVERY == 0
+        self.tape.sample = self._sample if looks else None
         self.step_gradients = max(self.step_gradients, self._sums.on_device)
         memory = self._engine.offloading.memory
         for tier in (Tier.HOST, Tier.NVME) if self._engine.is_offloaded else ():
@@ -152,25 +150,14 @@ class Recording:
         }
         held = self._totals.on_device + self._sums.on_device + found["gathered"] + found["buffers"]
         if engine.device.type == "cuda":
-            found["other"] = self._others(held)
+            stats = torch.cuda.memory.memory_stats_as_nested_dict(engine.device)
+            allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
+            found["other"] = max(0, allocated - held)
         self.device_gradients = max(self.device_gradients, self._sums.on_device)
         self.device_peak = max(self.device_peak, held + found["other"])
         for state, nbytes in found.items():
             self.peaks[state] = max(self.peaks[state], nbytes)
         return found
-
-    def _others(self, held: int) -> int:
-        """Bytes on the device that are nobody's state: activations, most of all.
-
-        Asking the allocator takes as long as launching dozens of kernels, so it is asked in few steps; in the steps
-        between, the same moment of the last of those stands for this one.
-        """
-        moment, self._moment = self._moment, self._moment + 1
-        if self._asks or moment >= len(self._seen):
-            stats = torch.cuda.memory.memory_stats_as_nested_dict(self._engine.device)
-            allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
-            self._seen[moment:] = [max(0, allocated - held)]
-        return self._seen[moment]
 
 
 _NOTHING = _Gradients(0, 0)

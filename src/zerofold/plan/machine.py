@@ -35,7 +35,9 @@ class Machine:
     memory_rate: float
     """Bytes a second that a device's kernels read and write."""
     kernel_seconds: float = 4e-6
-    """What starting a kernel takes on the host, where kernels are too short to hide it."""
+    """From the start of a kernel to the next one's, at the least."""
+    host_seconds: float = 2e-5
+    """Of the host, for each kernel of a training step: Python, autograd and the start itself."""
     inside: Link
     """Between devices of a node, each way, of one device."""
     across: Link

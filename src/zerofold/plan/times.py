@@ -14,11 +14,15 @@ from zerofold.plan.away import STATES_BYTES, away_of, node_ranks
 from zerofold.plan.collectives import data_span
 from zerofold.plan.compute import matrix_rate
 from zerofold.plan.ground import Ground, ground_of
+from zerofold.plan.host import host_seconds
 from zerofold.plan.machine import Machine
 from zerofold.plan.point import Memory, Point, Times, Traffic
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.traffic import PIPELINE, TENSOR, reductions_in_step
 from zerofold.plan.waits import Waits
+
+LAUNCH = "launch"
+"""What a device waits for the host to start its kernels."""
 
 
 def times(
@@ -47,8 +51,10 @@ def times(
     ground = ground or ground_of(model, machine, point)
     waits = Waits(ground, machine, point, row(point.stage), away_of(point, memory))
     exposed = {PIPELINE: ground.floor.pipeline, TENSOR: ground.floor.tensor, **waits.total()._asdict()}
-    exposed = {name: waited for name, waited in exposed.items() if waited > 0}
     compute, update = ground.floor.compute + _passes(waits), _update(waits)
+    on_device = compute + update + sum(exposed.values())
+    exposed[LAUNCH] = max(0.0, host_seconds(model, machine, point) - on_device)
+    exposed = {name: waited for name, waited in exposed.items() if waited > 0}
     intensity = _intensity(model, point)
     parts = {"compute": compute, "update": update, **exposed}
     return Times(

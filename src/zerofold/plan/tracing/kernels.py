@@ -123,14 +123,16 @@ def _choose_on_cuda(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     """The rules of torch's sdp_utils.cpp for devices of compute capability 8.0 and later.
 
     flash       16 bit, no mask, heads of at most 256
-    efficient   16 or 32 bit, masks, heads of a multiple of 16 bytes
-    plain       everything else
+    efficient   16 or 32 bit, masks that are not learnt, heads of a multiple of 16 bytes
+    plain       everything else; learnt masks (T5's positions) were seen to take it on torch 2.11
     """
     head, of_value = query.shape[-1], value.shape[-1]
     if query.dim() != 4 or not query.dtype == key.dtype == value.dtype:
         return "plain"
     if query.dtype in _HALF and mask is None and head == of_value <= _LARGEST_FUSED_HEAD and head % 8 == 0:
         return "flash"
+    if mask is not None and mask.requires_grad:
+        return "plain"
     in_16_bytes = 16 // query.dtype.itemsize
     is_wide_enough = head % in_16_bytes == 0 and of_value % in_16_bytes == 0
     return "efficient" if query.dtype in (*_HALF, torch.float32) and is_wide_enough else "plain"
@@ -147,11 +149,14 @@ def scratch(device: str, func: Any, args: Sequence[Any]) -> int:
     """Bytes that one call takes while it runs and has given back when it returns.
 
     CUDA: the backward of fused attention adds up the gradient of the queries in fp32, beside a row sum for each of
-    them; with grouped heads the flash kernel makes the gradients of keys and values for every head of the queries.
+    them; with grouped heads the flash kernel makes the gradients of keys and values for every head of the queries. A
+    softmax that spares rows without entries looks for them, and makes its result a second time.
     """
     packet = func.overloadpacket
     if device == "cpu":
         return _scratch_of_cpu(packet, args)
+    if packet is aten._safe_softmax:
+        return int(args[0].numel() * (1 + args[0].element_size()))
     if packet is aten._scaled_dot_product_flash_attention_backward:
         _, query, key = args[:3]
         batch, heads, length, head = query.shape
