@@ -53,7 +53,8 @@ def times(
     exposed = {PIPELINE: ground.floor.pipeline, TENSOR: ground.floor.tensor, **waits.total()._asdict()}
     compute, update = ground.floor.compute + _passes(waits), _update(waits)
     on_device = compute + update + sum(exposed.values())
-    exposed[LAUNCH] = max(0.0, host_seconds(model, machine, point) - on_device)
+    host = host_seconds(model, machine, point)
+    exposed[LAUNCH] = max(0.0, host.passes - on_device) + host.update
     exposed = {name: waited for name, waited in exposed.items() if waited > 0}
     intensity = _intensity(model, point)
     parts = {"compute": compute, "update": update, **exposed}
