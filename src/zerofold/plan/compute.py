@@ -16,7 +16,7 @@ from zerofold.plan.machine import Machine
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ModelShape, Phase, Work
 
-ATTAINED = 0.85
+ATTAINED = 0.88
 """Of the 16-bit rate of large products, for products of the sizes that a model has, and for attention, of which all
 flops are counted though a causal one skips half."""
 ATTAINED_FP32 = 1.0
