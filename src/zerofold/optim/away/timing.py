@@ -51,7 +51,6 @@ class Timing:
             return  # one of them had nothing to do
         host_rate, device_rate = (1 - ran_with) / self.host_seconds, ran_with / self.device_seconds
         move = device_rate / (host_rate + device_rate) - ran_with
-        if self.steps > _QUICK_STEPS:
-            move /= 2
         if abs(move) >= _SMALLEST_MOVE:
+            move /= 1 if self.steps <= _QUICK_STEPS else 2
             self.device_share = round(ran_with + min(_LARGEST_MOVE, max(-_LARGEST_MOVE, move)), 3)
