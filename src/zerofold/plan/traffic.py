@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zerofold.placement import ACROSS, Placement, Row, row
-from zerofold.plan.held import widths_of
+from zerofold.plan.held import units_of_rank, widths_of
 from zerofold.plan.machine import Machine
-from zerofold.plan.mesh import Mesh, mesh_of, units_of_rank
+from zerofold.plan.mesh import Mesh, mesh_of
+from zerofold.plan.pipelining import crossings
 from zerofold.plan.point import Point, Traffic
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
 from zerofold.plan.slabs import slabs_of
@@ -180,13 +181,20 @@ def model_exchanges(model: ModelShape, point: Point) -> Iterator[Exchange]:
         )
     itemsize = widths_of(point.precision).compute
     size = point.micro_batch * model.tokens * model.hidden
+    blocks = -(-model.layers // point.pipeline)
     if point.tensor > 1:
         # After attention and after the MLP, forward and backward; a recomputed forward makes them again. With sequence
-        # parallelism each is a reduce-scatter and an all-gather, which send as much.
+        # parallelism each is a reduce-scatter and an all-gather, which send as much. Embeddings and the head, which
+        # have one each, are left out.
         passes = 3 if point.checkpoint_every else 2
-        times = 2 * passes * point.accumulate * -(-model.layers // point.pipeline)
-        yield Exchange("all_reduce", TENSOR, point.tensor, size, itemsize, times)
+        times = 2 * passes * point.accumulate * blocks
+        for collective in ("reduce_scatter", "all_gather") if point.sequence_parallel else ("all_reduce",):
+            yield Exchange(collective, TENSOR, point.tensor, size, itemsize, times)
+    if point.keeps_parts:  # each input is put together once, before its block is computed again
+        groups = -(-blocks // point.checkpoint_every)
+        yield Exchange("all_gather", TENSOR, point.tensor, size, itemsize, point.accumulate * groups)
     if point.pipeline > 1:
         # Outputs to the next stage, their gradients to the one before; the mean over stages: the ends send one of them.
-        sends = 2 * point.accumulate * (point.pipeline - 1) / point.pipeline
-        yield Exchange("send", PIPELINE, point.pipeline, size / point.tensor, itemsize, sends)
+        sends = 2 * point.accumulate * crossings(point)
+        shared = point.tensor if point.sequence_parallel else 1  # else each tensor-parallel rank sends all of it
+        yield Exchange("send", PIPELINE, point.pipeline, size / shared, itemsize, sends)

@@ -1,0 +1,78 @@
+"""What a schedule of a pipeline costs: micro-batches whose activations are on the first stage at once, and the time for
+which a stage waits, in times of a micro-batch.
+
+    P stages, M micro-batches, v chunks of blocks a rank         at once          waits
+    gpipe         all forwards, then all backwards               M                P − 1
+    1f1b          a backward as soon as there is one             min(P, M)        P − 1
+    interleaved   1f1b, of v chunks a rank                       P + (P − 1)/v    (P − 1)/v
+    zero_bubble   two chunks a rank in a V, weights' gradients   min(P, M)        0, where forward, inputs' and
+                  put into what would be waiting (ZB-V)                           weights' gradients take the same
+"""
+
+from __future__ import annotations
+
+from zerofold.plan.followed import least
+from zerofold.plan.point import Point
+
+GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+_IN_A_V = 2  # chunks a rank
+
+
+def check_schedule(point: Point) -> None:
+    """Raises ValueError for one that is not known, or that has no chunks.
+
+    >>> check_schedule(Point(schedule="2f2b"))
+    Traceback (most recent call last):
+    ...
+    ValueError: schedule='2f2b' is not known; choose gpipe, 1f1b, interleaved or zero_bubble
+    """
+    if point.schedule not in SCHEDULES:
+        known = f"{', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}"
+        raise ValueError(f"schedule={point.schedule!r} is not known; choose {known}")
+    if point.chunks < 1:
+        raise ValueError(f"chunks={point.chunks} must be the chunks of blocks on a rank, at least 1")
+
+
+def chunks_of(point: Point) -> int:
+    """Runs of blocks that follow each other on one rank."""
+    return {INTERLEAVED: point.chunks, ZERO_BUBBLE: _IN_A_V}.get(point.schedule, 1) if point.pipeline > 1 else 1
+
+
+def in_flight(point: Point) -> float:
+    """Micro-batches of which the first stage keeps activations at once, each for all of its blocks.
+
+    >>> [in_flight(Point(pipeline=4, accumulate=16, schedule=each)) for each in SCHEDULES]
+    [16, 4, 5.5, 4]
+    """
+    stages, micro_batches = point.pipeline, point.accumulate
+    if stages == 1:
+        return 1
+    if point.schedule == GPIPE:
+        return micro_batches
+    more = (stages - 1) / point.chunks if point.schedule == INTERLEAVED else 0
+    return least((micro_batches, stages + more))
+
+
+def bubble_seconds(point: Point, forward: float, backward: float) -> float:
+    """How long a stage waits for others in a step, of which a micro-batch computes so long in it.
+
+    >>> [bubble_seconds(Point(pipeline=4, accumulate=16, schedule=each), 1.0, 2.0) for each in SCHEDULES]
+    [9.0, 9.0, 4.5, 0.0]
+    """
+    stages = point.pipeline
+    if point.schedule == ZERO_BUBBLE:
+        # (P − 1)(F + B − 2W) of the paper; W, weights' gradients, takes as long as a forward.
+        return (stages - 1) * max(0.0, backward - 2 * forward)
+    return (stages - 1) * (forward + backward) / chunks_of(point)
+
+
+def crossings(point: Point) -> float:
+    """How often a micro-batch's stream goes from a rank to another in forward, by the rank in the mean.
+
+    >>> [crossings(Point(pipeline=4, schedule=each)) for each in SCHEDULES]
+    [0.75, 0.75, 1.75, 1.5]
+    """
+    stages = point.pipeline
+    chunks = chunks_of(point)
+    turns = 1 if point.schedule == ZERO_BUBBLE else 0  # at the end of the V it stays where it is
+    return (stages * chunks - 1 - turns) / stages
