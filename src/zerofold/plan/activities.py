@@ -105,8 +105,9 @@ def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:
             kept = kept + _times(moment.growth, moment.repeats * grown)
     moments = []
     for moment in activity.moments:
-        alive, growth = _of_tensor_rank(moment, activity, shares), _times(moment.growth, grown)
-        if model.units[moment.unit].name == ROOT:
+        is_root = model.units[moment.unit].name == ROOT
+        alive, growth = _of_tensor_rank(moment, activity, shares, is_root=is_root), _times(moment.growth, grown)
+        if is_root:
             alive, repeats = alive + _times(kept, 1 / stages - 1), moment.repeats
         else:
             repeats = -(-moment.repeats // stages)
@@ -122,10 +123,11 @@ def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:
     )
 
 
-def _of_tensor_rank(moment: Moment, activity: Activity, shares: Shares) -> PerSample:
-    """What is alive is kept inputs, logits, and what is computed, as far as they are in it."""
+def _of_tensor_rank(moment: Moment, activity: Activity, shares: Shares, *, is_root: bool) -> PerSample:
+    """What is alive is kept inputs, where the root computes logits, and what is computed, as far as they are in it."""
     left, found = moment.alive, PerSample()
-    for kind, share in ((activity.checkpoints, shares.stream), (activity.logits, shares.logits)):
+    kinds = [(activity.checkpoints, shares.stream)] + ([(activity.logits, shares.logits)] if is_root else [])
+    for kind, share in kinds:
         if kind.each <= left.each and kind.fixed <= left.fixed:
             left, found = left + _times(kind, -1), found + _times(kind, share)
     return found + _times(left, shares.inside)

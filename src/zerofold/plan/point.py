@@ -31,9 +31,9 @@ class Point:
     """Logits stay cut over the vocabulary by them."""
     pipeline: int = 1
     schedule: str = "1f1b"
-    """Of the pipeline: "gpipe", "1f1b", "interleaved" or "zero_bubble"."""
+    """Of the pipeline: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zbv"."""
     chunks: int = 2
-    """Runs of blocks on a rank, of schedule="interleaved"."""
+    """Runs of blocks on a rank, with schedule="interleaved" or "zero_bubble"."""
     precision: str = "bf16"
     live_bytes: int | None = None
     """Bound on what is gathered at once; None: the root and two blocks."""
