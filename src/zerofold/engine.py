@@ -26,6 +26,7 @@ from zerofold.loss_scale import LossScaler
 from zerofold.materialise import Materialiser
 from zerofold.memory import BufferPool, StorageCache, Transfers
 from zerofold.offloading import Offloading
+from zerofold.parallel.mesh import Mesh
 from zerofold.placement import Row
 from zerofold.precision import Precision
 from zerofold.reduce import Reducer
@@ -157,6 +158,8 @@ class Engine:
             if check_replicas is None
             else Replicas(self.slabs, buffers, groups, self.schedule.wait_all, every=check_replicas)
         )
+        self.spread: Mesh | None = None
+        """All axes of the mesh, where it has more than those that states are placed over."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self._changing: list[Slab] = []  # in the step under way
         self.last_step: StepInfo | None = None

@@ -82,6 +82,7 @@ def search(
     rows: tuple[str, ...] = ROWS,
     offload: bool = True,
     runners_up: int = RUNNERS_UP,
+    sequence_parallel: bool = True,
     **limits: tuple[int, ...] | None,
 ) -> SearchResult:
     """The point with the most samples a second at the wished global batch, among all that fit.
@@ -102,6 +103,7 @@ def search(
         precision=precision,
         rows=rows,
         offload=offload,
+        sequence_parallel=sequence_parallel,
         **limits,
     )
     return Search(space).run(1 + runners_up)
