@@ -55,9 +55,9 @@ class GatherCounts(NamedTuple):
     copies: float
 
 
-def traffic(model: ModelShape, machine: Machine, point: Point) -> Traffic:
+def traffic(model: ModelShape, machine: Machine, point: Point, *, with_activations: bool = True) -> Traffic:
     """Elements and bytes that a rank sends in a step, by collective and by group: "all", "inside", "across" as the
-    ledger names them, "tensor" and "pipeline". Agreements of a few numbers are left out.
+    ledger names them, "tensor" and "pipeline", which carry activations. Agreements of a few numbers are left out.
 
     >>> from zerofold.plan.machine import Link
     >>> link = Link(rate=1e9)
@@ -69,7 +69,7 @@ def traffic(model: ModelShape, machine: Machine, point: Point) -> Traffic:
     """
     elements: defaultdict[tuple[str, str], float] = defaultdict(float)
     nbytes: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for exchange in exchanges(model, machine, point):
+    for exchange in exchanges(model, machine, point, with_activations=with_activations):
         if exchange.sent:
             key = exchange.collective, exchange.group
             elements[key] += exchange.sent
@@ -77,14 +77,17 @@ def traffic(model: ModelShape, machine: Machine, point: Point) -> Traffic:
     return Traffic(elements=dict(sorted(elements.items())), bytes=dict(sorted(nbytes.items())))
 
 
-def exchanges(model: ModelShape, machine: Machine, point: Point) -> Iterator[Exchange]:
+def exchanges(
+    model: ModelShape, machine: Machine, point: Point, *, with_activations: bool = True
+) -> Iterator[Exchange]:
     mesh, widths, chosen = mesh_of(machine, point), widths_of(point.precision), row(point.stage)
     units = units_of_rank(model, point)
     stays = kept(units, widths.compute, point.live_bytes)
     for unit, staying in zip(units, stays, strict=True):
         yield from _gathers(unit, staying, chosen, mesh, widths, point)
         yield from _reductions(unit, chosen, mesh, widths, point)
-    yield from model_exchanges(model, point)
+    if with_activations:
+        yield from model_exchanges(model, point)
 
 
 def kept(units: Sequence[UnitShape], itemsize: int, live_bytes: int | None = None) -> list[int]:
