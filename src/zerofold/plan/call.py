@@ -52,7 +52,7 @@ def plan(
     loss_parallel: bool = False,
     pipeline: int = 1,
     schedule: str = "1f1b",
-    chunks: int = 2,
+    chunks: int = 0,
     precision: str = "bf16",
     flash: bool = True,
     group: int = 0,

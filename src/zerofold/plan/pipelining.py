@@ -31,13 +31,13 @@ def check_schedule(point: Point) -> None:
     if point.schedule not in SCHEDULES:
         known = f"{', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}"
         raise ValueError(f"schedule={point.schedule!r} is not known; choose {known}")
-    if point.chunks < 1:
-        raise ValueError(f"chunks={point.chunks} must be the chunks of blocks on a rank, at least 1")
+    if point.chunks < 0:
+        raise ValueError(f"chunks={point.chunks} must be the chunks of blocks on a rank, or 0 for the schedule's own")
 
 
 def chunks_of(point: Point) -> int:
     """Runs of blocks that follow each other on one rank."""
-    has_some = {INTERLEAVED: point.chunks, ZERO_BUBBLE: point.chunks, V: _IN_A_V}
+    has_some = {INTERLEAVED: point.chunks or 2, ZERO_BUBBLE: point.chunks or 1, V: _IN_A_V}
     return has_some.get(point.schedule, 1) if point.pipeline > 1 else 1
 
 
@@ -52,7 +52,7 @@ def in_flight(point: Point) -> float:
         return 1
     if point.schedule == GPIPE:
         return micro_batches
-    more = (stages - 1) / point.chunks if point.schedule == INTERLEAVED else 0
+    more = (stages - 1) / chunks_of(point) if point.schedule == INTERLEAVED else 0
     return least((micro_batches, stages + more))
 
 
@@ -60,7 +60,7 @@ def bubble_seconds(point: Point, forward: float, backward: float) -> float:
     """How long a stage waits for others in a step, of which a micro-batch computes so long in it.
 
     >>> [bubble_seconds(Point(pipeline=4, accumulate=16, schedule=each), 1.0, 2.0) for each in SCHEDULES]
-    [9.0, 9.0, 4.5, 1.5, 0.0]
+    [9.0, 9.0, 4.5, 3.0, 0.0]
     """
     # F, B and W of the paper: weights' gradients take as long as a forward, and inputs' what is left of a backward.
     inputs, weights = backward - forward, forward
@@ -84,7 +84,7 @@ def crossings(point: Point) -> float:
     """How often a micro-batch's stream goes from a rank to another in forward, by the rank in the mean.
 
     >>> [crossings(Point(pipeline=4, schedule=each)) for each in SCHEDULES]
-    [0.75, 0.75, 1.75, 1.75, 1.5]
+    [0.75, 0.75, 1.75, 0.75, 1.5]
     """
     stages = point.pipeline
     chunks = chunks_of(point)

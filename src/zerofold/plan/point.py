@@ -32,8 +32,8 @@ class Point:
     pipeline: int = 1
     schedule: str = "1f1b"
     """Of the pipeline: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zbv"."""
-    chunks: int = 2
-    """Runs of blocks on a rank, with schedule="interleaved" or "zero_bubble"."""
+    chunks: int = 0
+    """Runs of blocks on a rank, with schedule="interleaved" (0: two) or "zero_bubble" (0: one)."""
     precision: str = "bf16"
     live_bytes: int | None = None
     """Bound on what is gathered at once; None: the root and two blocks."""
