@@ -80,7 +80,7 @@ def plan(
     [120.0, 31.4, 16.6, 1.9]
     >>> found.recommended.fits
     True
-    >>> zf.plan(params=7.5e9, world_size=64, tensor=8, pipeline=2, accumulate=8).mesh["bubble"]
+    >>> zf.plan(params=7.5e9, world_size=64, tensor=2, pipeline=2, accumulate=8).mesh["bubble"]
     0.1111111111111111
     """
     degrees = (("micro_batch", micro_batch), ("accumulate", accumulate), ("tensor", tensor), ("pipeline", pipeline))
