@@ -21,8 +21,9 @@ from zerofold.activation.store import AT_ONCE
 from zerofold.bench.gpt import GPT, Block, GPTSize
 from zerofold.engine import Engine
 from zerofold.memory.disk import PAGE
+from zerofold.plan.activities import GROUPS_ON_DEVICE
 from zerofold.plan.comparison import Parameter, lines, predicted_for
-from zerofold.plan.memory import GROUPS_ON_DEVICE, memory
+from zerofold.plan.memory import memory
 from zerofold.plan.point import Memory, Point
 from zerofold.plan.presets import preset
 from zerofold.plan.shape import Phase
@@ -286,7 +287,9 @@ def test_init_peak() -> None:
 def test_tensor_and_pipeline_degrees_share_what_there_is() -> None:
     model, machine = from_parameters(70e9), preset("H100", devices=64)
     plain = memory(model, machine, Point(stage="1", checkpoint_every=1, accumulate=8))
-    tensor = memory(model, machine, Point(stage="1", checkpoint_every=1, accumulate=8, tensor=8))
+    tensor = memory(
+        model, machine, Point(stage="1", checkpoint_every=1, accumulate=8, tensor=8, sequence_parallel=True)
+    )
     pipeline = memory(model, machine, Point(stage="1", checkpoint_every=1, accumulate=8, pipeline=8))
     assert tensor.device["parameters"] == pytest.approx(plain.device["parameters"] / 8, rel=0.01)
     assert tensor.device["activation checkpoints"] == pytest.approx(

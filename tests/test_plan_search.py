@@ -85,12 +85,13 @@ def random_space(seed: int) -> Space:
         global_samples=chance.choice([None, devices * chance.choice([1, 2, 6, 8])]),
         precision=chance.choice(["bf16", "fp32"]),
         micro_batches=chance.choice([None, (1, 2, 8)]),
+        sequence_parallel=chance.choice([False, True]),
     )
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(25, 400, 25))])
 def test_the_choice_is_that_of_trying_every_point(first: int) -> None:
-    chosen, nothing = set(), 0
+    chosen, kept, nothing = set(), set(), 0
     for seed in range(first, first + 25):
         space = random_space(seed)
         space = replace(space, micro_batches=space.micro_batches or (1, 2, 4))
@@ -102,7 +103,9 @@ def test_the_choice_is_that_of_trying_every_point(first: int) -> None:
         assert found.tried + found.pruned == sum(1 for _ in space.points())
         if found.best is not None:
             chosen.add((found.best.point.stage, found.best.point.auto, found.best.point.tiers))
+        kept |= {(each.point.checkpoints_on, each.point.partition) for each in got}
     assert len(chosen) >= 3  # the machines differ enough to ask for different answers
+    assert len(kept) >= 3  # and keep checkpoints in different places
     assert nothing < 15
 
 

@@ -26,6 +26,7 @@ from zerofold.loss_scale import LossScaler
 from zerofold.materialise import Materialiser
 from zerofold.memory import BufferPool, StorageCache, Transfers
 from zerofold.offloading import Offloading
+from zerofold.parallel.mesh import Mesh
 from zerofold.placement import Row
 from zerofold.precision import Precision
 from zerofold.reduce import Reducer
@@ -157,6 +158,10 @@ class Engine:
             if check_replicas is None
             else Replicas(self.slabs, buffers, groups, self.schedule.wait_all, every=check_replicas)
         )
+        self.whole_psi = self._count_whole()
+        """Of the whole model, each parameter once."""
+        self.spread: Mesh | None = None
+        """All axes of the mesh, where it has more than those that states are placed over."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self._changing: list[Slab] = []  # in the step under way
         self.last_step: StepInfo | None = None
@@ -260,7 +265,34 @@ class Engine:
 
     @property
     def psi(self) -> int:
+        """Parameters that this rank and those it shares states with have between them: all, or those of its part of a
+        model that tensor-parallel ranks and pipeline stages spread (`whole_psi`)."""
         return sum(parameter.numel() for slab in self.slabs() for parameter in slab.parameters)
+
+    def _count_whole(self) -> int:
+        """All ranks that hold a copy of the model between them must call it."""
+        if self.groups.model is None:
+            return self.psi
+        skipped = self.uncounted
+        entries = (entry for slab in self.slabs() for entry in slab.entries if entry.name not in skipped)
+        total = torch.tensor(float(sum(entry.parameter.numel() for entry in entries)), dtype=torch.float64)
+        self.groups.model.all_reduce(total, unit="set-up").wait()
+        return round(float(total))
+
+    @property
+    def world(self) -> int:
+        """All ranks that train the model: those that states are placed over, for each part of it."""
+        return self.groups.control.size * (1 if self.groups.model is None else self.groups.model.size)
+
+    @property
+    def rank(self) -> int:
+        """Among them."""
+        return self.groups.control.rank if self.spread is None else dist.get_rank()
+
+    @property
+    def is_first(self) -> bool:
+        """One of all ranks is: it writes files, and says what one is to say."""
+        return self.groups.control.rank == 0 and (self.groups.model is None or self.groups.model.rank == 0)
 
     @staticmethod
     def of(model: nn.Module) -> Engine:

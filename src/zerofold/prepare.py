@@ -217,6 +217,7 @@ def shard(
         entries = [entry for entries in plan.assigned.values() for entry in entries]
         add_note(error, f"{HEADING} while sharding. {Needs.of(entries, 2.0).advice(control.size)}")
         raise
+    engine.spread = spread
     engine.hooks.out_of_memory = partial(_explain, engine)
     StateDicts(engine)
     return model

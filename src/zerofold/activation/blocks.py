@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofold.activation.automatic import AUTO, Automatic
 from zerofold.activation.chains import NO_CHAIN, first_of, groups_of, run_in_turn, same_but_first
 from zerofold.activation.checkpointing import Policy, checkpoint
 from zerofold.activation.store import CheckpointStore
@@ -38,6 +39,7 @@ def checkpoint_blocks(
     path: str | os.PathLike[str] | None = None,
     units: UnitChoice = None,
     use_reentrant: bool = False,
+    budget: int | None = None,
 ) -> Checkpointing:
     """From now on the model's blocks forget what they compute in forward, and compute it again in backward.
 
@@ -45,9 +47,11 @@ def checkpoint_blocks(
                    with the same arguments but for the stream
     policy         what of the inside is kept all the same, see `zf.checkpoint`
     keep           where the inputs wait for backward: "device", "host" (pinned memory; on the device are those of two
-                   blocks at most) or "nvme"
+                   blocks at most), "nvme", or "auto": the first of them that leaves room for the rest of a step, as the
+                   plan says when a forward shows how large they are; a line says which, and why
     contiguous     with keep="device": in one block of memory for all of a step, used again in the next
-    path           the folder for keep="nvme"
+    path           the folder for keep="nvme", without which "auto" does not go there
+    budget         with keep="auto": bytes that training may take of the device; by default all that it has
     units          which modules are blocks, as for `zf.prepare`; by default the units of a sharded model, and the
                    repeated blocks of any other
     use_reentrant  as torch means it
@@ -73,15 +77,22 @@ def checkpoint_blocks(
         raise ValueError(f'contiguous=True is for keep="device", not for keep={keep!r}: leave it out')
     if policy is not None and use_reentrant:
         raise ValueError("policy= needs a checkpoint that is not reentrant: leave use_reentrant=True out")
-    store = CheckpointStore(keep, path=path) if keep != "device" or contiguous else None
+    if keep != AUTO and budget is not None:
+        raise ValueError(f'budget={budget} is for keep="auto", not for keep={keep!r}: leave it out')
+    is_fixed = keep != AUTO and (keep != "device" or contiguous)
+    store = CheckpointStore(keep, path=path) if is_fixed else None
     blocks = _blocks_of(model, units)
     twice = next((name for name, module in blocks.items() if _ON_BLOCK in vars(module)), None)
     if twice is not None:
         raise ValueError(f"checkpoint_blocks: {twice!r} is checkpointed already: call remove() on what came back first")
     if not blocks:
         raise ValueError("checkpoint_blocks: no repeated blocks were found in this model: name them with units=")
-    run = partial(checkpoint, use_reentrant=use_reentrant, policy=policy, store=store)
-    return Checkpointing(model, groups_of(blocks, every), run, store)
+    run = partial(checkpoint, use_reentrant=use_reentrant, policy=policy)
+    groups = groups_of(blocks, every)
+    if keep == AUTO:
+        auto = Automatic(blocks, every, path=path, budget=budget, model=weakref.ref(model), run=run)
+        return Checkpointing(model, groups, auto, None)
+    return Checkpointing(model, groups, partial(run, store=store), store)
 
 
 class Checkpointing:
@@ -106,7 +117,8 @@ class Checkpointing:
         store: CheckpointStore | None,
     ) -> None:
         self._model = weakref.ref(model)
-        self.store, self._modules = store, [module for group in groups for module in group]
+        self._auto = run if isinstance(run, Automatic) else None
+        self._store, self._modules = store, [module for group in groups for module in group]
         self.groups = len(groups)
         """Inputs that are kept in a forward, where blocks take one each."""
         self.first_blocks = [group[0] for group in groups]
@@ -117,10 +129,27 @@ class Checkpointing:
                 _turn_into(module, _Member(group, index))
         setattr(model, _ON_MODEL, self)
 
+    @property
+    def store(self) -> CheckpointStore | None:
+        """Where inputs wait; None where autograd itself keeps them, on the device."""
+        return self._stores[-1] if self._stores else None
+
+    @property
+    def _stores(self) -> list[CheckpointStore]:
+        if self._auto is not None:
+            return self._auto.stores
+        return [] if self._store is None else [self._store]
+
+    @property
+    def choice(self) -> str:
+        """With keep="auto": what was chosen and why; nothing before the first forward."""
+        chosen = None if self._auto is None else self._auto.choice
+        return "" if chosen is None else chosen.sentence
+
     def remove(self) -> None:
         """From here on blocks keep what they compute. The memory of the store is given back."""
-        if self.store is not None:
-            self.store.close()
+        for store in self._stores:
+            store.close()
         for module in self._modules:
             vars(module).pop(_ON_BLOCK, None)
             plain: Any = getattr(type(module), "_zerofold_plain", None)
@@ -133,12 +162,12 @@ class Checkpointing:
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes of kept inputs now, by tier. Those that autograd itself keeps on the device are not counted."""
-        return {"device": 0, "host": 0, "nvme": 0} if self.store is None else self.store.nbytes
+        return {tier: sum(store.nbytes[tier] for store in self._stores) for tier in ("device", "host", "nvme")}
 
     @property
     def arena_nbytes(self) -> int:
         """Of the contiguous block on the device, used or not."""
-        return 0 if self.store is None else self.store.arena_nbytes
+        return sum(store.arena_nbytes for store in self._stores)
 
     def _is_on(self) -> bool:
         model = self._model()

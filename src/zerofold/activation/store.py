@@ -149,7 +149,9 @@ class CheckpointStore:
         try:
             self.tier = Tier(keep)
         except ValueError:
-            raise ValueError(f'keep={keep!r}: use "device", "host" or "nvme"') from None
+            raise ValueError(
+                f'keep={keep!r}: use "device", "host" or "nvme", or "auto" of zf.checkpoint_blocks'
+            ) from None
         if self.tier is Tier.NVME and path is None:
             raise ValueError('keep="nvme" needs a folder on the disk: add path=')
         self._path = path

@@ -33,13 +33,14 @@ def book_of(
     workload: Workload | None = None,
 ) -> dict[str, Any]:
     ledger = Ledger(engine)
-    times, rank = recording.time(), engine.groups.control.rank
+    times, rank = recording.time(), engine.rank
     trained = [slab for slab in engine.slabs() if slab.requires_grad]
     info = engine.last_step
     predicted = predictions(engine, recording, snapshot, precision_of(engine), workload)
     book: dict[str, Any] = {
         "rank": rank,
-        "world": engine.groups.control.size,
+        "world": engine.world,
+        "mesh": snapshot.get("mesh"),
         "stage": engine.row.name,
         "precision": precision_of(engine),
         "wire": _SHORT.get(trained[0].dtypes.reduction, str(trained[0].dtypes.reduction)) if trained else None,
@@ -47,6 +48,7 @@ def book_of(
         "device_name": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu",
         "device_memory": device_memory(engine.device) if engine.device.type == "cuda" else None,
         "psi": snapshot["psi"],
+        "psi_here": snapshot["psi_here"],
         "steps": steps,
         "recorded_steps": recording.steps,
         "could_update_in_one_pass": all(

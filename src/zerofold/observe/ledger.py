@@ -14,6 +14,7 @@ from zerofold.engine import Engine
 from zerofold.observe.recording import Recording
 from zerofold.observe.states import is_temporary, master_nbytes, nbytes_of, parameter_nbytes, totals
 from zerofold.observe.timeline import trace_events
+from zerofold.parallel.mesh import AXES
 from zerofold.placement import Tier
 from zerofold.slab import Slab
 
@@ -25,7 +26,9 @@ class Ledger:
         self._engine = engine
 
     def snapshot(self) -> dict[str, Any]:
-        """psi; state_bytes by state, as held right now; comm_bytes and comm_calls by operation and comm_elements, since
+        """psi, the parameters of the whole model; psi_here, those of this rank's part of it, before states are cut;
+        where the mesh has tensor, pipeline or replicate axes `mesh`, with their sizes and this rank's coordinate;
+        state_bytes by state, as held right now; comm_bytes and comm_calls by operation and comm_elements, since
         the start.
 
         `comm_bytes_by_group` tells what went to all ranks, inside this rank's group, or across groups.
@@ -39,7 +42,9 @@ class Ledger:
         engine = self._engine
         held = totals(engine)
         return {
-            "psi": engine.psi,
+            "psi": engine.whole_psi,
+            "psi_here": engine.psi,
+            **self._mesh(),
             "state_bytes": {
                 "parameters": held.parameters,
                 "gradients": sum(slab.gradients.nbytes for slab in engine.slabs()),
@@ -62,6 +67,12 @@ class Ledger:
             "comm_elements": round(sum(engine.traffic.elements.values())),
             **self._recorded(),
         }
+
+    def _mesh(self) -> dict[str, Any]:
+        spread = self._engine.spread
+        if spread is None:
+            return {}
+        return {"mesh": {"axes": {axis: spread.size(axis) for axis in AXES}, "coordinate": spread.coordinate}}
 
     def _checkpoints_on_device(self) -> dict[str, int]:
         found = self._engine.checkpoints
@@ -126,7 +137,7 @@ class Ledger:
         recording = self.recording
         if recording is None or not recording.tape.traces:
             raise RuntimeError("there is no timeline: train a step inside `with zf.ledger(model).record()` first")
-        events = trace_events(tuple(recording.tape.last_steps), rank=self._engine.groups.control.rank)
+        events = trace_events(tuple(recording.tape.last_steps), rank=self._engine.rank)
         if path is not None:
             Path(path).write_text(json.dumps(events))
         return events

@@ -65,7 +65,7 @@ def explain_out_of_memory(engine: Engine) -> str:
     entries = [entry for slab in engine.slabs() for entry in slab.entries]
     needs = Needs.of(entries, _states_per_parameter(engine))
     lines = [
-        f"{HEADING} on {device}, rank {engine.groups.control.rank} of {world}, stage {engine.row.name}",
+        f"{HEADING} on {device}, rank {engine.rank} of {engine.world}, stage {engine.row.name}",
         "  states: " + ", ".join(f"{name} {_size(size)}" for name, size in states.items()),
         "  for a while: " + ", ".join(f"{name} {_size(size)}" for name, size in temporary.items()),
     ]

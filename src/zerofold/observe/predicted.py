@@ -85,6 +85,7 @@ def predictions(
         buffer_bytes=point.buffer_bytes,
         device_type=engine.device.type,
         built_bytes=4,
+        pipeline=_stages(engine),
     )
     on_device = measured["tier_bytes"][Tier.DEVICE.value]
     # Local sums are gone when the optimizer steps; without them that is the moment with none on their way.
@@ -112,14 +113,24 @@ def predictions(
             checkpoints_on=workload.checkpoints_on,
         )
         found += _of_workload(engine, recording, machine, point, workload, tiers)
-    return Predicted([line for line in found if line.predicted or line.measured], traffic(shape, machine, point).bytes)
+    # Of activations between ranks the ledger has no count; and the engine's units are this rank's parts already.
+    stages = _stages(engine)
+    sent = traffic(
+        shape_of(units) if _is_spread(engine) else shape,
+        replace(machine, devices=stages * machine.devices),
+        replace(point, pipeline=stages),
+        with_activations=False,
+    )
+    return Predicted([line for line in found if line.predicted or line.measured], sent.bytes)
 
 
 def _of_workload(
     engine: Engine, recording: Recording, machine: Machine, point: Point, workload: Workload, tiers: Any
 ) -> list[Line]:
-    """What a device alone can show: a CPU does not count activations, and no preset knows how fast one is."""
-    if engine.device.type != "cuda":
+    """What a device alone can show: a CPU does not count activations, and no preset knows how fast one is. A workload
+    is that of a whole model, so it says nothing of a part.
+    """
+    if engine.device.type != "cuda" or _is_spread(engine):
         return []
     held = memory(workload.shape, machine, point, tiers=tiers or None)
     found = [Line("peak", Tier.DEVICE.value, BYTES, held.device_peak, recording.peak_bytes()[Tier.DEVICE.value])]
@@ -150,6 +161,15 @@ def _machine(engine: Engine) -> Machine:
     known = preset_of(name)
     found = preset(known or "A100-80", devices=ranks, per_node=inside or torch.cuda.device_count())
     return found if known is not None else replace(found, name="unknown")
+
+
+def _is_spread(engine: Engine) -> bool:
+    """This rank has a part of the model."""
+    return engine.groups.model is not None
+
+
+def _stages(engine: Engine) -> int:
+    return 1 if engine.spread is None else engine.spread.pipeline
 
 
 def _group(engine: Engine) -> int:

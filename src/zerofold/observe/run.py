@@ -80,7 +80,7 @@ class Run:
             raise ValueError(f"every={every} must be a number of steps, at least 1")
         check_writers(tensorboard=tensorboard, wandb=wandb)
         self._engine = Engine.of(model)
-        self.is_first = self._engine.groups.control.rank == 0
+        self.is_first = self._engine.is_first
         self._every, self._flops, self._workload = every, flops_per_step, workload
         self._peak_flops = peak_flops or peak_flops_of(self._engine.device, precision_of(self._engine))
         self.steps, self._tokens, self._losses = after, 0.0, list[Any]()
@@ -91,10 +91,22 @@ class Run:
         self.is_closed = self._has_warned = False
         wanted = csv, tensorboard, prometheus, wandb
         # A folder that cannot be written is known to one rank, and the others would wait for it.
-        agree(self._engine.groups.control, lambda: self._open(Path(folder), after, wanted) if self.is_first else None)
+        self._agree(lambda: self._open(Path(folder), after, wanted) if self.is_first else None)
         if self.is_first:
             self._recording = self._ledger.record()
             self._seconds_before, self._steps_before = dict(self._recording.tape.seconds), 0
+
+    def _agree(self, action: Callable[[], None]) -> None:
+        """Among all ranks: those that this one shares states with, and those that have other parts of the model."""
+        groups, failure = self._engine.groups, None
+        try:
+            agree(groups.control, action)
+        except Exception as error:
+            failure = error
+        if groups.model is not None:
+            groups.model.raise_together(failure)
+        if failure is not None:
+            raise failure
 
     def _open(self, folder: Path, after: int, wanted: tuple[Any, ...]) -> None:
         if self._engine.clock.tape is not None:
@@ -220,7 +232,7 @@ class Run:
     def _flops_of(self, tokens: float) -> float | None:
         if self._flops is not None or not tokens:
             return self._flops
-        return FLOPS_PER_PARAMETER_AND_TOKEN * self._engine.psi * tokens / self._engine.groups.control.size
+        return FLOPS_PER_PARAMETER_AND_TOKEN * self._engine.whole_psi * tokens / self._engine.world
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -147,7 +147,7 @@ class Step:
         name = gradients.first_non_finite() if skipped else None
         info = StepInfo(norm, skipped, name, engine.scaler.value, engine.scaler.skipped + skipped)
         engine.last_step = info
-        if skipped and engine.groups.control.rank == 0 and engine.scaler.is_at_minimum:
+        if skipped and engine.is_first and engine.scaler.is_at_minimum:
             warnings.warn(f"step skipped: {_what(name)}; {info.skipped_total} skipped so far", stacklevel=5)
         engine.scaler.update(skipped, parameter=name)
         engine.reducer.loss_scale = engine.scaler.value

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from zerofold.placement import Tier, Tiers, row
 from zerofold.plan.machine import GB, Machine
 from zerofold.plan.memory import memory
-from zerofold.plan.point import Point, Prediction, name_of
+from zerofold.plan.point import Point, Prediction, degrees_in_words, name_of
 from zerofold.plan.predict import lacks
 from zerofold.plan.shape import ModelShape
 
@@ -33,11 +33,11 @@ def advise(
         return None, _nothing(model, machine, [*stages, *offloaded])
     fastest = min(each.times.step for each in fitting)
     near = [each for each in fitting if each.times.step <= _NEAR * fastest]
-    best = min(near, key=lambda each: (_is_away(each.point), each.memory.device_need))
+    best = min(near, key=lambda each: (each.point.is_away, each.memory.device_need))
     need, there = best.memory.device_need, machine.device_memory
     reason = f"{name_of(best.point)} is the fastest that fits: {_seconds(best.times.step)} a step"
     if len(near) > 1:
-        stays = any(_is_away(each.point) for each in near) and not _is_away(best.point)
+        stays = any(each.point.is_away for each in near) and not best.point.is_away
         reason = (
             f"{len(near)} ways that fit are within 2% of the fastest ({_seconds(fastest)} a step); of them, "
             f"{'with all states on the device, ' if stays else ''}{name_of(best.point)} leaves most memory free"
@@ -88,7 +88,7 @@ def searched_sentence(best: Prediction | None, tried: int) -> str:
         if point.checkpoint_every > 1
         else ("every block's input kept" if point.checkpoint_every else "no checkpoints")
     )
-    degrees = f", tensor {point.tensor}, pipeline {point.pipeline}" if point.tensor * point.pipeline > 1 else ""
+    degrees = f", {degrees_in_words(point)}" if point.tensor * point.pipeline > 1 else ""
     return (
         f"With batch, checkpoints and degrees free, the most samples a second: {name_of(point)}{degrees}, "
         f"micro-batches of {point.micro_batch}, {point.accumulate} to a step, {kept}: "
@@ -96,18 +96,14 @@ def searched_sentence(best: Prediction | None, tried: int) -> str:
     )
 
 
-def _is_away(point: Point) -> bool:
-    return point.auto or point.tiers.is_offloaded
-
-
 def _can_run(point: Point) -> bool:
     """ "dp" is the baseline that the others are measured against, never a choice."""
-    return point.stage != "dp" and point.tensor == point.pipeline == 1
+    return point.stage != "dp"
 
 
 def _nothing(model: ModelShape, machine: Machine, tried: Sequence[Prediction]) -> Advice:
     nearest = min(tried, key=lambda each: each.memory.device_need / machine.device_memory + bool(each.memory.host))
-    point = replace(nearest.point, tensor=1, pipeline=1)
+    point = nearest.point
     change = _what_would_fit(model, machine, point)
     return Advice(
         "nothing fits",

@@ -11,6 +11,7 @@ from zerofold.plan.advice import advise
 from zerofold.plan.held import widths_of
 from zerofold.plan.larger import next_larger
 from zerofold.plan.machine import Machine
+from zerofold.plan.pipelining import check_schedule, chunks_of
 from zerofold.plan.point import Point
 from zerofold.plan.predict import predict
 from zerofold.plan.presets import changed, preset
@@ -44,6 +45,14 @@ def plan(
     micro_batch: int = 1,
     accumulate: int = 1,
     checkpoint_every: int = 1,
+    keep: str = "device",
+    partition: bool = False,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    pipeline: int = 1,
+    schedule: str = "1f1b",
+    chunks: int = 0,
     precision: str = "bf16",
     flash: bool = True,
     group: int = 0,
@@ -59,6 +68,11 @@ def plan(
                   instead: the numbers of a GPT
     function      instead: "module:function" that builds a model, or a model and an example of its inputs
     machine       the name of a preset, or a `Machine`; the other arguments change it
+    keep          where inputs of checkpointed blocks wait: "device", "host" or "nvme"; with `partition` each
+                  tensor-parallel rank keeps its part of them
+    tensor        ranks that share the inside of every layer; sequence_parallel: norms too; loss_parallel: logits too
+    pipeline      ranks that follow each other, with `accumulate` micro-batches by a schedule: "gpipe", "1f1b",
+                  "interleaved" or "zero_bubble" (in `chunks` of blocks a rank), "zbv"
 
     >>> import zerofold as zf
     >>> found = zf.plan(params=7.5e9, world_size=64)
@@ -66,8 +80,11 @@ def plan(
     [120.0, 31.4, 16.6, 1.9]
     >>> found.recommended.fits
     True
+    >>> zf.plan(params=7.5e9, world_size=64, tensor=2, pipeline=2, accumulate=8).mesh["bubble"]
+    0.1111111111111111
     """
-    for name, number in (("micro_batch", micro_batch), ("accumulate", accumulate)):
+    degrees = (("micro_batch", micro_batch), ("accumulate", accumulate), ("tensor", tensor), ("pipeline", pipeline))
+    for name, number in degrees:
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
     if checkpoint_every < 0:
@@ -86,9 +103,18 @@ def plan(
         micro_batch=micro_batch,
         accumulate=accumulate,
         checkpoint_every=checkpoint_every,
+        checkpoints_on=keep,
+        partition=partition,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+        loss_parallel=loss_parallel,
+        pipeline=pipeline,
+        schedule=schedule,
+        chunks=chunks,
         precision=precision,
         group=group,
     )
+    _check_point(shape, fleet, wanted)
     stages = tuple(predict(shape, fleet, point) for point in _on_device(wanted))
     offloaded = tuple(predict(shape, fleet, point) for point in _offloaded(wanted, fleet))
     recommended, advice = advise(shape, fleet, stages, offloaded)
@@ -105,9 +131,40 @@ def plan(
     )
 
 
+def _check_point(model: ModelShape, machine: Machine, point: Point) -> None:
+    """What no arithmetic would notice."""
+    tiers = [tier.value for tier in Tier]
+    if point.checkpoints_on not in tiers:
+        raise ValueError(f"keep={point.checkpoints_on!r} is not known; choose {', '.join(tiers)}")
+    if (point.checkpoints_on != Tier.DEVICE.value or point.partition) and not point.checkpoint_every:
+        raise ValueError("keep and partition are about inputs of checkpointed blocks; add checkpoint_every=1")
+    if point.checkpoints_on == Tier.NVME.value and not machine.disk:
+        raise ValueError("keep='nvme' needs a disk, and this machine has none; give disk=")
+    for name, is_on in (
+        ("partition", point.partition),
+        ("sequence_parallel", point.sequence_parallel),
+        ("loss_parallel", point.loss_parallel),
+    ):
+        if is_on and point.tensor == 1:
+            raise ValueError(f"{name} is about tensor-parallel ranks, and tensor is 1; give tensor=")
+    if point.partition and point.sequence_parallel:
+        raise ValueError(
+            "partition=True has nothing to cut with sequence-parallel norms, whose inputs are in parts already; leave "
+            "one of them out"
+        )
+    check_schedule(point)
+    if model.heads and model.heads % point.tensor:
+        raise ValueError(f"tensor={point.tensor} does not divide the {model.heads} attention heads; choose a divisor")
+    if model.layers and model.layers < point.pipeline * chunks_of(point):
+        raise ValueError(
+            f"pipeline={point.pipeline} with schedule={point.schedule!r} needs at least "
+            f"{point.pipeline * chunks_of(point)} blocks, and {model.name} has {model.layers}; choose fewer stages"
+        )
+
+
 def _search(model: ModelShape, machine: Machine, precision: str, *, fits: bool) -> Searched:
     """Tensor and pipeline degrees are among what is searched; what the larger model needs is looked for without them,
-    since the engine has none, and only where the model itself fits so."""
+    since they ask for more than more memory, and only where the model itself fits."""
     if not model.activities:
         return Searched(is_done=False)
     result = search(model, machine, precision=precision)

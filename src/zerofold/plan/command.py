@@ -13,6 +13,7 @@ from zerofold.offload.wishes import read_size
 from zerofold.plan.call import DEFAULT_PRESET, plan
 from zerofold.plan.machine import GB, Link, Machine
 from zerofold.plan.measure import this_machine
+from zerofold.plan.pipelining import SCHEDULES
 from zerofold.plan.presets import changed, preset, preset_names
 from zerofold.plan.sliders import write_plan_page
 
@@ -39,6 +40,26 @@ def plan_command(
     checkpoint_every: Annotated[
         int, typer.Option(min=0, help="Keep the input of every k-th block for backward; 0 keeps everything.")
     ] = 1,
+    keep: Annotated[
+        str, typer.Option(help="Where those inputs wait for backward.", metavar="device|host|nvme")
+    ] = "device",
+    partition: Annotated[
+        bool, typer.Option("--partition", help="P_a: each tensor-parallel rank keeps its part of those inputs.")
+    ] = False,
+    tensor: Annotated[int, typer.Option(min=1, help="T: devices that share the inside of every layer.")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="They share norms too, along the sequence.")
+    ] = False,
+    loss_parallel: Annotated[
+        bool, typer.Option("--loss-parallel", help="They share logits too, over the vocabulary.")
+    ] = False,
+    pipeline: Annotated[
+        int, typer.Option(min=1, help="P: stages that follow each other; --accumulate are its micro-batches.")
+    ] = 1,
+    schedule: Annotated[str, typer.Option(help=f"Of the pipeline: {', '.join(SCHEDULES)}.")] = "1f1b",
+    chunks: Annotated[
+        int, typer.Option(min=1, help="Runs of blocks on a device, with interleaved and zero_bubble.")
+    ] = 2,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or tf32.")] = "bf16",
     flash: Annotated[bool, typer.Option(help="Attention's weights are computed again in backward, not kept.")] = True,
     machine: Annotated[str, typer.Option("--preset", help=f"Devices by name: {_PRESETS}.")] = DEFAULT_PRESET,
@@ -68,6 +89,7 @@ def plan_command(
     Examples:
       zerofold plan --params 7.5e9 --world-size 64
       zerofold plan --layers 48 --hidden 1600 --heads 25 --preset V100-32 --world-size 16 --json
+      zerofold plan --params 70e9 --world-size 64 --tensor 8 --pipeline 2 --accumulate 16 --preset H100
       zerofold plan --model meta-llama/ --seq 4096 --preset H100 --world-size 8 --config ds_config.json
     """
     try:
@@ -90,6 +112,14 @@ def plan_command(
             micro_batch=micro_batch,
             accumulate=accumulate,
             checkpoint_every=checkpoint_every,
+            keep=keep,
+            partition=partition,
+            tensor=tensor,
+            sequence_parallel=sequence_parallel,
+            loss_parallel=loss_parallel,
+            pipeline=pipeline,
+            schedule=schedule,
+            chunks=chunks,
             precision=precision,
             flash=flash,
             group=group,

@@ -67,11 +67,12 @@ def predicted_for(
     buffer_bytes: int = 0,
     device_type: str = "cpu",
     built_bytes: int = 4,
+    pipeline: int = 1,
 ) -> Memory:
     """For a model as the engine has it: every line but activations, of which it knows nothing.
 
     `group`: ranks inside one, where the mesh has two axes. `moments`: numbers that the optimizer keeps for each
-    parameter. `tiers`: of the units that are offloaded.
+    parameter. `tiers`: of the units that are offloaded. `pipeline`: its stages, of which the units are one rank's.
 
     >>> from zerofold.placement import row
     >>> found = predicted_for({"": [], "block": [Parameter(4096, True)]}, row=row(3), ranks=4, precision="bf16")
@@ -81,7 +82,7 @@ def predicted_for(
     nowhere = Link(rate=1.0)
     machine = Machine(
         name="as it is",
-        devices=ranks,
+        devices=ranks * pipeline,
         per_node=group or ranks,
         device_memory=0,
         host_memory=0,
@@ -94,7 +95,14 @@ def predicted_for(
         host_update=1.0,
         kind=device_type,
     )
-    point = Point(stage=row.name, group=group, accumulate=accumulate, live_bytes=live_bytes, buffer_bytes=buffer_bytes)
+    point = Point(
+        stage=row.name,
+        group=group,
+        accumulate=accumulate,
+        pipeline=pipeline,
+        live_bytes=live_bytes,
+        buffer_bytes=buffer_bytes,
+    )
     widths = Widths.of(precision, moments=moments)
     return memory(shape_of(units, built_bytes=built_bytes), machine, point, widths=widths, tiers=tiers)
 

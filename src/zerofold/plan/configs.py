@@ -13,14 +13,20 @@ DISK_FOLDER = "/path/on/a/disk"
 
 
 def native(point: Point, ranks: Ranks, memory: Memory | None = None) -> dict[str, Any]:
-    """For `zf.prepare(model, optimizer, **…)`; "mesh" stands for `init_device_mesh` of that shape."""
+    """For `zf.prepare(model, optimizer, **…)`; "mesh" stands for `init_device_mesh` of that shape, or, where it names
+    its axes, for `zf.mesh` of those."""
     found: dict[str, Any] = {
         "stage": int(point.stage) if point.stage.isdigit() else point.stage,
         "precision": point.precision,
         "accumulate": point.accumulate,
     }
     placed = row(point.stage)
-    if placed.copy is not None or placed.reduces_across:
+    has_groups = placed.copy is not None or placed.reduces_across
+    if point.tensor * point.pipeline > 1:
+        data = ranks.group if has_groups else ranks.data
+        axes = {"data": data, "tensor": point.tensor, "pipeline": point.pipeline, "replicate": ranks.data // data}
+        found["mesh"] = {axis: size for axis, size in axes.items() if size > 1 or axis == "data"}
+    elif has_groups:
         found["mesh"] = [ranks.data // ranks.group, ranks.group]
     offload = _offload(point, memory)
     if offload:

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zerofold.plan.activities import Shares
 from zerofold.plan.collectives import send_seconds, tensor_span, wires_of
 from zerofold.plan.compute import UnitSeconds, unit_seconds
-from zerofold.plan.held import widths_of
+from zerofold.plan.held import units_of_rank, widths_of
 from zerofold.plan.machine import Machine
-from zerofold.plan.mesh import Mesh, mesh_of, units_of_rank
+from zerofold.plan.mesh import Mesh, mesh_of
+from zerofold.plan.pipelining import bubble_seconds
 from zerofold.plan.point import Point
-from zerofold.plan.shape import ModelShape, UnitShape
+from zerofold.plan.shape import ROOT, ModelShape, UnitShape
 from zerofold.plan.states import Widths
 from zerofold.plan.traffic import TENSOR, kept, model_exchanges
 from zerofold.plan.wires import Wires
@@ -44,6 +46,8 @@ class Ground:
     floor: Floor
     trained: int
     """Parameters of one device before anything is cut over data-parallel ranks."""
+    block_checkpoint: float = 0.0
+    """Bytes of one device and one micro-batch that a block keeps for its recomputation, its share of its group's."""
 
 
 def ground_of(model: ModelShape, machine: Machine, point: Point) -> Ground:
@@ -60,7 +64,16 @@ def ground_of(model: ModelShape, machine: Machine, point: Point) -> Ground:
         found,
         _floor(model, machine, point, mesh, wires, units, found),
         sum(unit.count * unit.trained for unit in units),
+        _block_checkpoint(model, point),
     )
+
+
+def _block_checkpoint(model: ModelShape, point: Point) -> float:
+    blocks = sum(unit.count for unit in model.units if unit.name != ROOT)
+    if not (point.checkpoint_every and model.activities and blocks):
+        return 0.0
+    share = 1 / point.tensor if point.keeps_parts else Shares.of(point).stream
+    return model.activity(point.checkpoint_every).checkpoints.at(point.micro_batch) / blocks * share
 
 
 def _floor(
@@ -72,14 +85,17 @@ def _floor(
     units: Sequence[UnitShape],
     taken: Sequence[UnitSeconds],
 ) -> Floor:
-    once = sum(unit.count * (each.forward + each.backward) for unit, each in zip(units, taken, strict=True))
+    forward = sum(unit.count * each.forward for unit, each in zip(units, taken, strict=True))
+    backward = sum(unit.count * each.backward for unit, each in zip(units, taken, strict=True))
     tensor = bubble = 0.0
     for exchange in model_exchanges(model, point):
         nbytes = exchange.size * exchange.itemsize
         if exchange.group == TENSOR:
-            tensor = exchange.times * wires.seconds(exchange.collective, nbytes, tensor_span(mesh, machine))
+            tensor += exchange.times * wires.seconds(exchange.collective, nbytes, tensor_span(mesh, machine))
         else:  # of the first micro-batch, on its way through and back; later ones are sent beside compute
             bubble = 2 * (mesh.pipeline - 1) * send_seconds(nbytes, mesh, machine)
-    # While the pipeline fills and drains, a stage waits for the others, p−1 micro-batches long.
-    bubble += (mesh.pipeline - 1) * (once + tensor / point.accumulate)
-    return Floor(point.accumulate * once, bubble, tensor)
+    # While the pipeline fills and drains, a stage waits for the others, and for what they exchange inside.
+    passes = 3 if point.checkpoint_every else 2
+    inside = tensor / point.accumulate / passes  # of a forward
+    bubble += bubble_seconds(point, forward + inside, backward + (passes - 1) * inside)
+    return Floor(point.accumulate * (forward + backward), bubble, tensor)

@@ -109,24 +109,62 @@ class HeldUnit:
 
 
 def held_units(model: ModelShape, ranks: Ranks, widths: Widths, point: Point) -> list[HeldUnit]:
-    return [_hold(unit, ranks, widths, point, model.built_bytes) for unit in units_of_stage(model, point)]
+    return [_hold(unit, ranks, widths, point, model.built_bytes) for unit in units_of_rank(model, point)]
 
 
-def units_of_stage(model: ModelShape, point: Point) -> Iterator[UnitShape]:
-    """The fullest pipeline stage: its share of the blocks; of the root, where it is cut, the larger end."""
-    for unit in model.units:
-        if unit.name != ROOT:
-            yield replace(unit, count=-(-unit.count // point.pipeline))
-        elif point.pipeline > 1 and len(unit.tensors) > 1:
-            most = max(unit.tensors)
-            yield replace(unit, trained=most, tensors=(most,))
-        else:
-            yield unit
+def units_of_rank(model: ModelShape, point: Point) -> tuple[UnitShape, ...]:
+    """What the fullest device has of every unit: its part of each unit of the fullest pipeline stage."""
+    units = tuple(_of_stage(unit, model, point) for unit in model.units)
+    return units if point.tensor == 1 else tuple(_of_tensor_rank(unit, model, point.tensor) for unit in units)
+
+
+def _of_stage(unit: UnitShape, model: ModelShape, point: Point) -> UnitShape:
+    """Its share of the blocks. Of the root the fuller end: embeddings are on the first stage and the head is on the
+    last; one table that both share is on both.
+    """
+    if unit.name != ROOT:
+        return replace(unit, count=-(-unit.count // point.pipeline))
+    tables = _tables(unit, model) if point.pipeline > 1 else []
+    if len(tables) < 2:
+        return unit
+    left = list(unit.tensors)
+    left.remove(min(tables))
+    return replace(unit, trained=unit.trained - min(tables), tensors=tuple(left))
+
+
+def _tables(unit: UnitShape, model: ModelShape) -> list[int]:
+    """Those of the root's parameters that have a row for each word."""
+    if not (model.vocab and model.hidden):
+        return []
+    least_of_one = model.vocab * model.hidden
+    return [numel for numel in unit.tensors if numel >= least_of_one]
+
+
+def _of_tensor_rank(unit: UnitShape, model: ModelShape, tensor: int) -> UnitShape:
+    """Matrices, the biases of their columns and tables of words are cut; norms, the biases of rows and other tables are
+    whole everywhere. Where only the number of parameters is known, all of them are taken for cut.
+    """
+    tables = _tables(unit, model)
+
+    def part(numel: int) -> int:
+        is_whole = model.hidden is not None and numel <= model.hidden
+        if unit.name == ROOT and unit.tensors and model.vocab:
+            is_whole |= numel not in tables or bool(model.vocab % tensor)
+        return numel if is_whole else -(-numel // tensor)
+
+    trained, frozen = tuple(map(part, unit.tensors)), tuple(map(part, unit.frozen_tensors))
+    return replace(
+        unit,
+        trained=sum(trained) if trained else -(-unit.trained // tensor),
+        frozen=sum(frozen) if frozen else -(-unit.frozen // tensor),
+        tensors=trained,
+        frozen_tensors=frozen,
+    )
 
 
 def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_bytes: int) -> HeldUnit:
     placed = ranks.placed
-    slabs = slabs_of(unit, placed, widths, ranks.optimizer_cut, built_bytes=built_bytes, tensor=point.tensor)
+    slabs = slabs_of(unit, placed, widths, ranks.optimizer_cut, built_bytes=built_bytes)
     parameters = gradients = optimizer = 0.0
     trained = kept(placed, widths, alone=ranks.alone, accumulate=point.accumulate)
     frozen = kept(placed, replace(widths, has_master=False), alone=ranks.alone)
@@ -153,13 +191,16 @@ def gathered_at_once(
     """The most that gathered parameters take: the root, the unit that computes with those around it, and what is
     fetched ahead. `placed`: the tiers of each unit, else the point's; with automatic ones, whatever asks for most.
 
-    Alone, parameters that nobody cut are not fetched ahead; but in backward a unit begins before the last one ends.
+    Alone, parameters that nobody cut are not fetched ahead; but in backward a unit begins before the last one ends. In
+    a pipeline all units of a stage stay from its first micro-batch to its last.
     """
     usual = (_AWAY,) if point.auto else (point.tiers,)
     each = placed if placed is not None else [usual] * len(units)
     taken = [greatest(unit.gathered(ranks, one) for one in some) for unit, some in zip(units, each, strict=True)]
     total = sum(size * unit.shape.count for size, unit in zip(taken, units, strict=True))
     is_cut = ranks.placed.parameters.is_cut
+    if point.pipeline > 1:
+        return total
     if is_cut and point.live_bytes is not None:
         return least((total, point.live_bytes))
     # The bound on live bytes is made from whole units, whatever of them has to be gathered (`zerofold.dealing`).
@@ -209,10 +250,20 @@ def local_gradients(unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point, 
     made = unit.largest_local_gradient if unit.shape.name == ROOT else unit.local_gradients
     if ranks.alone and not point.auto and point.tiers.gradients is Tier.DEVICE:
         return 0  # they are the gradients that stay
-    if not keeps_sent(ranks, by_gloo=by_gloo):
-        return made  # copied into a buffer or into the flat gradient at once
+    if point.pipeline > 1 or not keeps_sent(ranks, by_gloo=by_gloo):
+        return made  # added to the stage's sums, or copied into a buffer or into the flat gradient at once
     in_chunks = made // widths.compute * widths.wire > point.buffer_bytes
     return made * (2 if in_chunks else 1 + IN_FLIGHT)
+
+
+def stage_gradients(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point: Point) -> int:
+    """Whole sums of a pipeline stage, which wait for the one reduction after the last micro-batch. Rows whose gradients
+    are whole have them among their states; so has a rank alone."""
+    sums_too = keeps_sums(ranks.placed, widths, alone=ranks.alone, accumulate=point.accumulate)
+    if point.pipeline == 1 or ranks.alone or sums_too:
+        return 0
+    width = widths.compute if point.accumulate == 1 else widths.gradient
+    return sum(slab.numel * width * unit.shape.count for unit in units for slab in unit.slabs if slab.is_trained)
 
 
 @dataclass(frozen=True)

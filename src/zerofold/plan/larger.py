@@ -10,7 +10,7 @@ from zerofold.placement import row
 from zerofold.plan.ground import ground_of
 from zerofold.plan.machine import GIB, Machine
 from zerofold.plan.memory import memory
-from zerofold.plan.point import Point, name_of
+from zerofold.plan.point import Point, degrees_in_words, name_of
 from zerofold.plan.predict import lacks
 from zerofold.plan.search import Search, SearchResult, held_by_auto, room_for_auto, states_fit
 from zerofold.plan.shape import ROOT, Activity, ModelShape, PerSample, Phase
@@ -118,7 +118,7 @@ def some_point(space: Space) -> Point | None:
     least = replace(space, micro_batches=(1,), global_samples=None)
     # The most degrees first: what is shared by more devices fits sooner.
     groups = sorted(least.groups(), key=lambda point: (-point.tensor * point.pipeline, -point.checkpoint_every))
-    distinct = {(group.tensor, group.pipeline, group.checkpoint_every): group for group in groups}
+    distinct = {replace(group, accumulate=1): group for group in groups}
     mixed = []
     for group in distinct.values():
         ground = ground_of(space.model, space.machine, group)
@@ -171,5 +171,4 @@ def _deeper(activity: Activity, model: ModelShape, times: int) -> Activity:
 
 
 def _in_words(point: Point) -> str:
-    degrees = f", tensor {point.tensor}, pipeline {point.pipeline}" if point.tensor * point.pipeline > 1 else ""
-    return f"{name_of(point)}{degrees}"
+    return ", ".join(part for part in (name_of(point), degrees_in_words(point)) if part)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.offload.sizes import GRADIENTS, OPTIMIZER, PARAMETERS
 from zerofold.placement import Tier, Tiers
+from zerofold.plan.activities import activity_of
 from zerofold.plan.followed import greatest, least
 from zerofold.plan.held import (
     UPDATE_RING,
@@ -34,16 +35,16 @@ from zerofold.plan.held import (
     keeps_sent,
     local_gradients,
     ranks_of,
+    stage_gradients,
     widths_of,
 )
 from zerofold.plan.machine import Machine
 from zerofold.plan.point import Memory, Point
-from zerofold.plan.shape import ROOT, Activity, ModelShape, Moment, PerSample, Phase, Work
+from zerofold.plan.shape import ROOT, Activity, ModelShape, Moment, Phase
 from zerofold.plan.states import Widths
 
 LIBRARY_WORKSPACES = 2 * 2**25
 """Of the matrix library on a GPU: one for the thread that runs forward, one for autograd's."""
-GROUPS_ON_DEVICE = 2  # of checkpointed blocks, whose inputs are there while the others wait elsewhere
 FRAGMENTATION = 0.08
 """Of what comes and goes in a step: the allocator's blocks seldom fit each other. States stay, and leave no holes."""
 
@@ -86,6 +87,8 @@ class Parts:
     fixed: int
     """Buffers and workspaces."""
     ring: int
+    sums: int = 0
+    """Whole gradients of a pipeline stage, until all of its micro-batches are through."""
 
 
 def memory(
@@ -122,7 +125,8 @@ def memory(
     ring = UPDATE_RING if may_offload and not on_cpu else 0
     checkpoints, logits = trunc(activity.checkpoints.at(samples)), trunc(activity.logits.at(samples))
     alive = greatest(trunc(moment.alive.at(samples)) for moment in activity.moments)
-    most_local = greatest(local_gradients(unit, ranks, widths, point, by_gloo=by_gloo) for unit in units)
+    sums = stage_gradients(units, ranks, widths, point)
+    most_local = sums + greatest(local_gradients(unit, ranks, widths, point, by_gloo=by_gloo) for unit in units)
     tiered = by_tier(
         units,
         ranks,
@@ -144,6 +148,7 @@ def memory(
         gathered=gathered,
         fixed=buffers + workspaces + model.buffers,
         ring=ring,
+        sums=sums,
     )
     init = _init_peak(units, ranks, widths, point, model, parts)
     instants = [*_instants(units, activity, parts, ranks, widths, point, by_gloo=by_gloo), Instant("init", init)]
@@ -169,10 +174,9 @@ def memory(
     }
     assert tuple(device) == LINES
     away = {tier: dict(tiered.by_tier[tier]) for tier in (Tier.HOST, Tier.NVME)}
-    tier = _checkpoints_tier(point)
-    if tier is not None:
-        all_of_them = activity_of(model, replace(point, checkpoints_on="device")).checkpoints
-        away[tier]["activation checkpoints"] = trunc(all_of_them.at(samples))
+    if point.keeps_away:
+        whole = activity_of(model, replace(point, checkpoints_on="device")).checkpoints
+        away[Tier(point.checkpoints_on)]["activation checkpoints"] = trunc(whole.at(samples))
     return Memory(
         device=device,
         host=away[Tier.HOST],
@@ -191,96 +195,6 @@ def _working(units: Sequence[HeldUnit], activity: Activity, samples: int) -> int
         for moment in activity.moments
     )
     return trunc(greatest((0, *numbers)))
-
-
-def activity_of(model: ModelShape, point: Point) -> Activity:
-    """Of the fullest device. Where only parameters are known, units compute one after the other in no memory."""
-    if model.activities:
-        activity = _of_rank(model.activity(point.checkpoint_every), model, point)
-        return _without_checkpoints(activity, model) if _checkpoints_tier(point) else activity
-    order = [index for index, unit in enumerate(model.units) if unit.name != ROOT] or [0]
-    moments = [
-        Moment(phase=phase, unit=index, alive=PerSample(), work=Work(), repeats=model.units[index].count)
-        for phase, indices in ((Phase.FORWARD, order), (Phase.BACKWARD, order[::-1]))
-        for index in indices
-    ]
-    return Activity(checkpoint_every=point.checkpoint_every, moments=tuple(moments))
-
-
-def _checkpoints_tier(point: Point) -> Tier | None:
-    """Off the device, if there are any."""
-    return Tier(point.checkpoints_on) if point.checkpoint_every and point.checkpoints_on != "device" else None
-
-
-def _without_checkpoints(activity: Activity, model: ModelShape) -> Activity:
-    """Their inputs kept elsewhere: on the device are those of two groups of blocks, on their way down or up. All
-    groups are taken for alike: of those that were traced, `growth` is no longer what one block leaves.
-    """
-    stretches = dict.fromkeys(Phase, 0)
-    for moment in activity.moments:
-        stretches[moment.phase] += moment.repeats if model.units[moment.unit].name != ROOT else 0
-    blocks, every = stretches[Phase.FORWARD], activity.checkpoint_every
-    groups = -(-blocks // every)
-    if groups <= GROUPS_ON_DEVICE:
-        return activity
-    one = _times(activity.checkpoints, 1 / groups)
-    done, moments = dict.fromkeys(Phase, 0), []
-    for moment in activity.moments:
-        is_block, before = model.units[moment.unit].name != ROOT, done[moment.phase]
-        done[moment.phase] += moment.repeats if is_block else 0
-        if moment.phase is Phase.FORWARD:
-            kept = done[Phase.FORWARD]
-        else:  # in backward a block has a stretch, or two where its group is computed again first
-            kept = blocks - before * blocks // stretches[Phase.BACKWARD]
-        away = max(0, -(-kept // every) - GROUPS_ON_DEVICE)
-        alive = _positive(moment.alive + _times(one, -away))
-        moments.append(replace(moment, alive=alive, growth=PerSample() if is_block else moment.growth))
-    return replace(activity, moments=tuple(moments), checkpoints=_times(one, GROUPS_ON_DEVICE))
-
-
-def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:
-    """Tensor ranks share every activation, as with sequence parallelism. Of a pipeline's stages the first keeps the
-    most blocks' activations, for as many micro-batches as are on their way, and the last has the logits, for one."""
-    if point.tensor == point.pipeline == 1:
-        return activity
-    tensor, stages = point.tensor, point.pipeline
-    on_way = min(stages, point.accumulate)
-    kept = PerSample()
-    for moment in activity.moments:
-        if moment.phase is Phase.FORWARD:
-            kept = kept + _times(moment.growth, moment.repeats)
-    moments = []
-    for moment in activity.moments:
-        if model.units[moment.unit].name == ROOT:
-            alive, repeats = moment.alive + _times(kept, 1 / stages - 1), moment.repeats
-        else:
-            repeats = -(-moment.repeats // stages)
-            before = _times(moment.growth, repeats * on_way - moment.repeats)
-            alive = moment.alive + before
-        moments.append(
-            replace(
-                moment,
-                alive=_positive(_times(alive, 1 / tensor)),
-                growth=_times(moment.growth, 1 / tensor),
-                repeats=repeats,
-                gradients=None,  # those of a whole model were followed
-            )
-        )
-    share = -(-(model.layers or stages) // stages) * on_way / (model.layers or stages)
-    return replace(
-        activity,
-        moments=tuple(moments),
-        checkpoints=_times(activity.checkpoints, share / tensor),
-        logits=_times(activity.logits, 1 / tensor),
-    )
-
-
-def _times(number: PerSample, factor: float) -> PerSample:
-    return PerSample(number.fixed * factor, number.each * factor)
-
-
-def _positive(number: PerSample) -> PerSample:
-    return PerSample(max(0.0, number.fixed), max(0.0, number.each))
 
 
 def _instants(
@@ -302,10 +216,11 @@ def _instants(
         name = unit.shape.name or "the root"
         alive, growth = trunc(moment.alive.at(samples)), abs(trunc(moment.growth.at(samples)))
         if moment.phase is Phase.FORWARD:
-            gradients = parts.gradients if parts.gradients_stay else 0
+            # A pipeline's first stage goes forward with the sums of earlier micro-batches.
+            gradients = parts.sums + (parts.gradients if parts.gradients_stay else 0)
             yield Instant(f"forward of {name}", base + gradients + parts.gathered + alive)
             continue
-        local = _local_at(moment, unit, ranks, widths, point, by_gloo=by_gloo)
+        local = parts.sums + _local_at(moment, unit, ranks, widths, point, by_gloo=by_gloo)
         if parts.gradients_stay:
             yield Instant(f"backward of {name}", base + parts.gradients + local + parts.gathered + alive)
             continue
@@ -322,6 +237,8 @@ def _instants(
         share.arrive(moment.unit, repeats, is_first=first_root)
         if unit.shape.name == ROOT:
             first_root = False
+    if parts.sums:  # parameters are let go of before
+        yield Instant("the reduction of the stage", base + parts.gradients + parts.sums)
     yield Instant("step", base + parts.gradients + parts.ring)
 
 

@@ -1,14 +1,13 @@
-"""How the devices of a machine are divided: data × tensor × pipeline, and what of the model is on one of them."""
+"""How the devices of a machine are divided: data × tensor × pipeline."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zerofold.placement import INSIDE, Placement
-from zerofold.plan.held import ranks_of, units_of_stage
+from zerofold.plan.held import ranks_of
 from zerofold.plan.machine import Machine
 from zerofold.plan.point import Point
-from zerofold.plan.shape import ModelShape, UnitShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +46,3 @@ def mesh_of(machine: Machine, point: Point) -> Mesh:
     ranks = ranks_of(machine, point)
     local = max(1, min(ranks.data, ranks.on_node // point.tensor))
     return Mesh(data=ranks.data, tensor=point.tensor, pipeline=point.pipeline, local=local, inside=ranks.group)
-
-
-def units_of_rank(model: ModelShape, point: Point) -> tuple[UnitShape, ...]:
-    """What the fullest device has of every unit: 1/tensor of each unit of its stage."""
-    units = tuple(units_of_stage(model, point))
-    return units if point.tensor == 1 else tuple(_part(unit, point.tensor) for unit in units)
-
-
-def _part(unit: UnitShape, tensor: int) -> UnitShape:
-    return replace(
-        unit,
-        trained=-(-unit.trained // tensor),
-        frozen=-(-unit.frozen // tensor),
-        tensors=tuple(-(-each // tensor) for each in unit.tensors),
-        frozen_tensors=tuple(-(-each // tensor) for each in unit.frozen_tensors),
-    )

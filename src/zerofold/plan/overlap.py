@@ -31,16 +31,24 @@ class Lane(NamedTuple):
     reduce: float = 0.0
     queued: float = 0.0
     """What goes on since the last step, and must be over before this unit's forward."""
+    stored: float = 0.0
+    """What it keeps for backward goes off the device, the other way than what is fetched."""
+    fetched: float = 0.0
+    """And comes back before its backward, whether the unit itself is still there or not."""
 
 
 def waits_in_forward(lanes: Iterable[Lane]) -> float:
     """
     >>> waits_in_forward([Lane(3, 0, forward=1.0, backward=2.0, gather=1.5)])
     2.5
+    >>> waits_in_forward([Lane(3, 0, forward=1.0, backward=2.0, gather=0.5, stored=1.5)])
+    1.5
     """
     waited = hides = 0.0
     for lane in lanes:
-        waited += max(0.0, lane.gather - hides) + (lane.repeats - 1) * max(0.0, lane.gather - lane.forward)
+        late = lane.stored - lane.forward  # two blocks' are on the device at most: each must be gone before the next
+        waited += max(0.0, lane.gather - hides, late)
+        waited += (lane.repeats - 1) * max(0.0, lane.gather - lane.forward, late)
         hides = lane.forward
     return waited
 
@@ -49,15 +57,18 @@ def waits_in_backward(lanes: Iterable[Lane]) -> float:
     """
     >>> waits_in_backward([Lane(3, 1, forward=1.0, backward=2.0, gather=1.5, reduce=1.0)])
     1.5
+    >>> waits_in_backward([Lane(1, 1, 1.0, 2.0), Lane(3, 3, forward=1.0, backward=2.0, fetched=2.5)])
+    1.5
     """
     waited = 0.0
     for number, lane in enumerate(lanes):
         last = 1 if number == 0 else 0  # the first unit of all is reduced when nothing computes any more
         both = max(0, lane.repeats - lane.kept - last)
-        waited += both * max(0.0, lane.gather + lane.reduce - lane.backward)
-        waited += (lane.repeats - both - last) * max(0.0, lane.reduce - lane.backward)
+        waited += both * max(0.0, lane.gather + lane.fetched + lane.reduce - lane.backward)
+        waited += (lane.repeats - both - last) * max(0.0, lane.fetched + lane.reduce - lane.backward)
         if last:
-            waited += lane.reduce + (max(0.0, lane.gather - lane.backward) if lane.kept < lane.repeats else 0.0)
+            comes = lane.fetched + (lane.gather if lane.kept < lane.repeats else 0.0)
+            waited += lane.reduce + max(0.0, comes - lane.backward)
     return waited
 
 

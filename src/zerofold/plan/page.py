@@ -21,7 +21,7 @@ PEAK, HOST, DISK = "device_peak", "host", "disk"
 """Of the outputs: the most that is on the device at once, and what is elsewhere. All others are parts of a bar."""
 _NO_PARTS = ("init peak",)  # another time than training
 _MOST_DEVICES = 100_000
-_TOLD = ("checkpoint_every", "accumulate", "tensor", "pipeline", "precision", "group")
+_TOLD = ("checkpoint_every", "checkpoints_on", "accumulate", "tensor", "pipeline", "precision", "group")
 _MOST_STOPS = 6  # of a slider, where formulas are looked for
 _FEW_PLACES = 1000  # so many are all looked at
 

@@ -22,8 +22,18 @@ class Point:
     checkpoint_every: int = 0
     checkpoints_on: str = "device"
     """Where the inputs of checkpointed blocks wait: "device", "host" or "nvme"; see docs/activation.md."""
+    partition: bool = False
+    """P_a: each tensor-parallel rank keeps its part of those inputs. Sequence-parallel norms leave nothing to cut."""
     tensor: int = 1
+    sequence_parallel: bool = False
+    """Norms, and what goes from block to block, are cut along the sequence by the tensor-parallel ranks."""
+    loss_parallel: bool = False
+    """Logits stay cut over the vocabulary by them."""
     pipeline: int = 1
+    schedule: str = "1f1b"
+    """Of the pipeline: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zbv"."""
+    chunks: int = 0
+    """Runs of blocks on a rank, with schedule="interleaved" (0: two) or "zero_bubble" (0: one)."""
     precision: str = "bf16"
     live_bytes: int | None = None
     """Bound on what is gathered at once; None: the root and two blocks."""
@@ -37,6 +47,20 @@ class Point:
         """Of a data-parallel rank in a step."""
         return self.micro_batch * self.accumulate
 
+    @property
+    def is_away(self) -> bool:
+        """Something of it leaves the device: states, or the inputs of checkpointed blocks."""
+        return self.auto or self.tiers.is_offloaded or self.keeps_away
+
+    @property
+    def keeps_away(self) -> bool:
+        return bool(self.checkpoint_every) and self.checkpoints_on != "device"
+
+    @property
+    def keeps_parts(self) -> bool:
+        """P_a has something to cut."""
+        return self.partition and self.tensor > 1 and bool(self.checkpoint_every) and not self.sequence_parallel
+
 
 def name_of(point: Point) -> str:
     """
@@ -45,19 +69,49 @@ def name_of(point: Point) -> str:
     """
     label = f"stage {point.stage}" if point.stage.isdigit() else point.stage
     if point.auto:
-        return f"{label}, tiers chosen unit by unit"
+        return ", ".join([f"{label}, tiers chosen unit by unit", *_checkpoints_in_words(point)])
     tiers = {
         "optimizer": point.tiers.optimizer,
         "gradients": point.tiers.gradients,
         "parameters": point.tiers.parameters,
     }
-    where = {Tier.HOST: "on the host", Tier.NVME: "on disk"}
     parts = []
-    for tier, place in where.items():
+    for tier, place in _PLACES.items():
         states = [state for state, held in tiers.items() if held is tier]
         if states:
             parts.append(f"{' and '.join([', '.join(states[:-1]), states[-1]] if len(states) > 1 else states)} {place}")
-    return ", ".join([label, *parts])
+    return ", ".join([label, *parts, *_checkpoints_in_words(point)])
+
+
+_PLACES = {Tier.HOST: "on the host", Tier.NVME: "on disk"}
+
+
+def _checkpoints_in_words(point: Point) -> list[str]:
+    if not (point.keeps_away or point.keeps_parts):
+        return []
+    where = f" {_PLACES[Tier(point.checkpoints_on)]}" if point.keeps_away else ""
+    return [f"checkpoints{' in parts' if point.keeps_parts else ''}{where}"]
+
+
+def degrees_in_words(point: Point) -> str:
+    """
+    >>> degrees_in_words(Point(tensor=2, pipeline=4, accumulate=8)), degrees_in_words(Point())
+    ('tensor 2, pipeline 4 (1f1b)', '')
+    """
+    parts = []
+    if point.tensor > 1:
+        more = [
+            name
+            for name, is_on in (
+                ("sequence-parallel norms", point.sequence_parallel),
+                ("logits cut", point.loss_parallel),
+            )
+            if is_on
+        ]
+        parts.append(f"tensor {point.tensor}" + (f" ({', '.join(more)})" if more else ""))
+    if point.pipeline > 1:
+        parts.append(f"pipeline {point.pipeline} ({point.schedule})")
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from zerofold.placement import row
 from zerofold.plan.advice import Advice, searched_sentence
 from zerofold.plan.configs import ds_config, native
 from zerofold.plan.held import ranks_of, widths_of
-from zerofold.plan.machine import Machine
-from zerofold.plan.point import Prediction
+from zerofold.plan.machine import GB, Machine
+from zerofold.plan.pipelining import bubble_part, chunks_of, in_flight
+from zerofold.plan.point import Prediction, degrees_in_words, name_of
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.states import StateBytes, elements_sent, paper_bytes
 from zerofold.plan.text import plan_text
@@ -66,6 +67,47 @@ class Plan:
         return {} if found is None else ds_config(found.point, ranks_of(self.machine, found.point))
 
     @property
+    def mesh(self) -> dict[str, Any]:
+        """How the devices are divided, and what a pipeline of them costs: the part of a step in which a stage waits for
+        others, and the micro-batches whose activations the first stage keeps at once."""
+        point = self.stages[0].point
+        return {
+            "data": ranks_of(self.machine, point).data,
+            "tensor": point.tensor,
+            "sequence_parallel": point.sequence_parallel,
+            "loss_parallel": point.loss_parallel,
+            "pipeline": point.pipeline,
+            "schedule": point.schedule if point.pipeline > 1 else None,
+            "chunks": chunks_of(point),
+            "bubble": bubble_part(point),
+            "in_flight": in_flight(point),
+        }
+
+    @property
+    def mesh_sentences(self) -> list[str]:
+        """Nothing where all devices are data-parallel ranks."""
+        point, mesh = self.stages[0].point, self.mesh
+        if point.tensor * point.pipeline == 1:
+            return []
+        found = [f"{self.machine.devices} devices: data {mesh['data']}, {degrees_in_words(point)}"]
+        if point.pipeline > 1:
+            waits = f"a stage waits {100 * mesh['bubble']:.0f}% of its time for others"
+            kept = f"the first keeps activations of {mesh['in_flight']:g}"
+            found.append(f"{point.accumulate} micro-batches: {waits}, and {kept}")
+            found.append(
+                "until the last of them is through, a stage's units stay gathered and its gradients whole, for one "
+                f"reduction{self._pipeline_costs()}"
+            )
+        return found
+
+    def _pipeline_costs(self) -> str:
+        cut = next((each for each in self.stages if row(each.point.stage).parameters.is_cut), None)
+        if cut is None or self.mesh["data"] == 1:
+            return ""
+        gathered, whole = (cut.memory.device[line] / GB for line in ("gathered units", "local gradients"))
+        return f" ({name_of(cut.point)}: {gathered:.2f} and {whole:.2f} GB)"
+
+    @property
     def next_larger(self) -> str:
         """What a model of twice the blocks needs, in a sentence."""
         return self.searched.larger
@@ -96,6 +138,7 @@ class Plan:
                 "host_memory_bytes": self.machine.host_memory,
                 "disk_bytes": self.machine.disk,
             },
+            "mesh": self.mesh,
             "counted": "model_state_bytes and its parts as the ZeRO paper counts; held_bytes as zerofold holds them",
             "stages": [self._row(each) for each in self.stages],
             "offloaded": [self._row(each) for each in self.offloaded],
@@ -133,8 +176,13 @@ class Plan:
             "micro_batch": point.micro_batch,
             "accumulate": point.accumulate,
             "checkpoint_every": point.checkpoint_every,
+            "checkpoints_on": point.checkpoints_on,
+            "partition": point.partition,
             "tensor": point.tensor,
+            "sequence_parallel": point.sequence_parallel,
+            "loss_parallel": point.loss_parallel,
             "pipeline": point.pipeline,
+            "schedule": point.schedule,
             "precision": point.precision,
             "parameters_bytes": round(states.parameters),
             "gradients_bytes": round(states.gradients),

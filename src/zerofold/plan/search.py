@@ -21,12 +21,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from zerofold.placement import Cut, Row, Tier, Tiers, row
+from zerofold.plan.activities import activity_of
 from zerofold.plan.away import STATES_BYTES, Away, Shares, disk_seconds, host_update_seconds, node_ranks
 from zerofold.plan.followed import greatest
 from zerofold.plan.ground import Ground, ground_of
 from zerofold.plan.held import UPDATE_RING
 from zerofold.plan.machine import Machine
-from zerofold.plan.memory import activity_of, memory
+from zerofold.plan.memory import memory
 from zerofold.plan.point import Memory, Point, Prediction
 from zerofold.plan.predict import lacks, predict
 from zerofold.plan.shape import ModelShape
@@ -81,6 +82,7 @@ def search(
     rows: tuple[str, ...] = ROWS,
     offload: bool = True,
     runners_up: int = RUNNERS_UP,
+    sequence_parallel: bool = True,
     **limits: tuple[int, ...] | None,
 ) -> SearchResult:
     """The point with the most samples a second at the wished global batch, among all that fit.
@@ -101,6 +103,7 @@ def search(
         precision=precision,
         rows=rows,
         offload=offload,
+        sequence_parallel=sequence_parallel,
         **limits,
     )
     return Search(space).run(1 + runners_up)
@@ -109,7 +112,7 @@ def search(
 def weighed(seconds: float, point: Point) -> float:
     """By which points are compared: what leaves the device must be worth a hundredth, since a run then depends on the
     host's other work too, which no model knows."""
-    return seconds * AWAY if point.auto or point.tiers.is_offloaded else seconds
+    return seconds * AWAY if point.is_away else seconds
 
 
 @dataclass
@@ -124,9 +127,13 @@ class Search:
     def run(self, wanted: int = 1) -> SearchResult:
         found: list[Prediction] = []
         groups = list(self.space.groups())
+        ground_for: dict[Point, Ground] = {}
         for number, group in enumerate(groups):
-            ground = self._grounds[number] = ground_of(self.space.model, self.space.machine, group)
-            bound = ground.floor.seconds * _SLACK / self._samples(group, ground)
+            here = replace(group, checkpoints_on="device")  # where inputs wait is none of the ground
+            if here not in ground_for:
+                ground_for[here] = ground_of(self.space.model, self.space.machine, here)
+            ground = self._grounds[number] = ground_for[here]
+            bound = weighed(ground.floor.seconds, group) * _SLACK / self._samples(group, ground)
             heapq.heappush(self._heap, _Entry(bound, (number, -1), False, group))
         while self._heap and len(found) < wanted:
             entry = heapq.heappop(self._heap)
@@ -187,7 +194,8 @@ class Search:
             return held_by_auto(self.space.model, self.space.machine, point)
         # Memory knows one micro-batch from two and from more, and how many of them are in a pipeline at once.
         steps = min(point.accumulate, 3), min(point.accumulate, point.pipeline)
-        family = point.stage, point.tiers, point.tensor, point.pipeline, point.checkpoint_every, steps
+        kept = point.checkpoint_every, point.checkpoints_on, point.partition
+        family = point.stage, point.tiers, point.tensor, point.pipeline, kept, steps
         if point.micro_batch >= self._too_large.get(family, point.micro_batch + 1):
             return None
         found = memory(self.space.model, self.space.machine, point)

@@ -60,10 +60,8 @@ def lay_out(numels: tuple[int, ...], widths: Widths, over: int, first_owns_all: 
     return SlabSize(sum(numels), shard * over, shard, owned, len(numels), compute, is_trained)
 
 
-def slabs_of(
-    unit: UnitShape, placed: Row, widths: Widths, over: int, *, built_bytes: int = 4, tensor: int = 1
-) -> list[SlabSize]:
-    """The slabs of one unit whose optimizer states are cut `over` ranks; `tensor`: a parameter is cut so often before.
+def slabs_of(unit: UnitShape, placed: Row, widths: Widths, over: int, *, built_bytes: int = 4) -> list[SlabSize]:
+    """The slabs of one unit whose optimizer states are cut `over` ranks.
 
     >>> from zerofold.placement import row
     >>> [slab.size for slab in slabs_of(UnitShape(name="block", trained=107, tensors=(100, 7)), row(3), Widths(), 2)]
@@ -77,7 +75,7 @@ def slabs_of(
     ):
         if not total:
             continue
-        parts = tuple(-(-numel // tensor) for numel in (numels or (total,)))
+        parts = numels or (total,)
         large: list[int] = []
         if unit.name == ROOT:
             large = [part for part in parts if part * built_bytes >= LARGE_ROOT_PARAMETER]

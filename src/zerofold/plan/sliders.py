@@ -14,7 +14,7 @@ def write_plan_page(plan: Plan, file: Path) -> None:
     """One HTML file: bars for every row, and sliders whose numbers are those of `zf.plan`."""
     more = {
         "lead": " ".join(plan.advice.sentences),
-        "notes": list(plan.model.notes),
+        "notes": [*plan.model.notes, *plan.mesh_sentences],
         "reason": plan.advice.reason,
         "device_memory": plan.machine.device_memory,
     }

@@ -1,4 +1,4 @@
-"""All points that a search looks at: degrees × batches × intervals of checkpoints, and in each rows × tiers."""
+"""All points that a search looks at: degrees × batches × intervals and places of checkpoints, in each rows × tiers."""
 
 from __future__ import annotations
 
@@ -39,22 +39,39 @@ class Space:
     pipeline: Sequence[int] | None = None
     micro_batches: Sequence[int] | None = None
     checkpoints: Sequence[int] | None = None
+    sequence_parallel: bool = True
+    """Tensor-parallel ranks cut norms and logits too, which costs no more traffic. Not every model's layers allow it:
+    without, inputs of checkpointed blocks are also tried in parts (P_a)."""
 
     def groups(self) -> Iterator[Point]:
-        """One point for each choice of degrees, batch and interval; its row and tiers are still open."""
+        """One point for each choice of degrees, batch and checkpoints; its row and tiers are still open."""
         for tensor in self._tensor_degrees():
             for pipeline in self._pipeline_degrees(tensor):
                 data = self.machine.devices // (tensor * pipeline)
                 for micro_batch, accumulate in self._batches(data, pipeline):
                     for every in self._intervals():
-                        yield Point(
+                        point = Point(
                             micro_batch=micro_batch,
                             accumulate=accumulate,
                             checkpoint_every=every,
                             tensor=tensor,
+                            sequence_parallel=tensor > 1 and self.sequence_parallel,
+                            loss_parallel=tensor > 1 and self.sequence_parallel,
                             pipeline=pipeline,
                             precision=self.precision,
                         )
+                        yield from self._kept(point)
+
+    def _kept(self, point: Point) -> Iterator[Point]:
+        """Where inputs of checkpointed blocks may wait, and whether in parts."""
+        may_leave = self.offload and point.checkpoint_every and self.model.activities
+        for place in (DEVICE, HOST, NVME) if may_leave else (DEVICE,):
+            if place is NVME and not self.machine.disk:
+                continue
+            at = replace(point, checkpoints_on=place.value)
+            yield at
+            if replace(at, partition=True).keeps_parts:
+                yield replace(at, partition=True)
 
     def members(self, group: Point) -> Iterator[Point]:
         """The points of a group."""

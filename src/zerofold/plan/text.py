@@ -67,6 +67,8 @@ class Shown(Protocol):
     @property
     def next_larger(self) -> str: ...
     @property
+    def mesh_sentences(self) -> Sequence[str]: ...
+    @property
     def config(self) -> dict[str, Any]: ...
     @property
     def ds_config(self) -> dict[str, Any]: ...
@@ -82,7 +84,7 @@ def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
         f"({_gb(machine.device_memory)} GB each, {machine.per_node} to a node with {_gb(machine.host_memory)} GB of "
         f"host memory{f' and {_gb(machine.disk)} GB of disk' if machine.disk else ''})"
     )
-    for note in model.notes:
+    for note in (*model.notes, *plan.mesh_sentences):
         console.print(f"  {note}")
     with_all = width >= _ALL_COLUMNS
     console.print(_memory_table(plan.stages, "GB on each device", columns=_COLUMNS if with_all else _NARROW))
@@ -96,10 +98,16 @@ def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
     if plan.recommended is not None:
         config = plan.config
         shown = ", ".join(f"{name}={value!r}" for name, value in config.items() if name != "mesh")
-        mesh = f', mesh=init_device_mesh("cuda", {tuple(config["mesh"])})' if "mesh" in config else ""
-        console.print(f"\n  zf.prepare(model, optimizer, {shown}{mesh})", soft_wrap=True)
+        console.print(f"\n  zf.prepare(model, optimizer, {shown}{_mesh_argument(config)})", soft_wrap=True)
         console.print(f"  ds_config.json: {json.dumps(plan.ds_config)}", soft_wrap=True)
     return out.getvalue()
+
+
+def _mesh_argument(config: dict[str, Any]) -> str:
+    mesh = config.get("mesh")
+    if isinstance(mesh, dict):
+        return f", mesh=zf.mesh({', '.join(f'{axis}={size}' for axis, size in mesh.items())})"
+    return "" if mesh is None else f', mesh=init_device_mesh("cuda", {tuple(mesh)})'
 
 
 def _memory_table(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zerofold.placement import row
+from zerofold.placement import Tier, row
 from zerofold.plan import efficiency as model_of_intensity
 from zerofold.plan.away import STATES_BYTES, away_of, node_ranks
 from zerofold.plan.collectives import data_span
@@ -108,6 +108,11 @@ def _efficiency(waits: Waits, intensity: Mapping[str, float]) -> float:
     taken += waits.fetched(whole / mesh.ranks(waits.row.parameters)).total
     if taken:
         found = min(found, model_of_intensity.efficiency(intensity["parameters"], whole / taken, peak))
+    if waits.point.keeps_away and "checkpoints" in intensity:
+        rate = machine.to_host.rate
+        if waits.point.checkpoints_on == Tier.NVME.value:
+            rate = min(rate, machine.disk_read / node_ranks(machine), machine.disk_write / node_ranks(machine))
+        found = min(found, model_of_intensity.efficiency(intensity["checkpoints"], rate, peak))
     return found
 
 
@@ -117,5 +122,7 @@ def _intensity(model: ModelShape, point: Point) -> dict[str, float]:
         "optimizer": model_of_intensity.optimizer_intensity(point.samples, model.tokens),
     }
     if model.hidden is not None and point.checkpoint_every:
-        found["checkpoints"] = model_of_intensity.checkpoint_intensity(model.hidden, point.checkpoint_every)
+        # Tensor-parallel ranks share a block's arithmetic, and move its whole input each unless that is cut too.
+        whole = 1 if point.keeps_parts or point.sequence_parallel else point.tensor
+        found["checkpoints"] = model_of_intensity.checkpoint_intensity(model.hidden, point.checkpoint_every) / whole
     return found

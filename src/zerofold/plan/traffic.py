@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zerofold.placement import ACROSS, Placement, Row, row
-from zerofold.plan.held import widths_of
+from zerofold.plan.held import units_of_rank, widths_of
 from zerofold.plan.machine import Machine
-from zerofold.plan.mesh import Mesh, mesh_of, units_of_rank
+from zerofold.plan.mesh import Mesh, mesh_of
+from zerofold.plan.pipelining import crossings
 from zerofold.plan.point import Point, Traffic
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
 from zerofold.plan.slabs import slabs_of
@@ -54,9 +55,9 @@ class GatherCounts(NamedTuple):
     copies: float
 
 
-def traffic(model: ModelShape, machine: Machine, point: Point) -> Traffic:
+def traffic(model: ModelShape, machine: Machine, point: Point, *, with_activations: bool = True) -> Traffic:
     """Elements and bytes that a rank sends in a step, by collective and by group: "all", "inside", "across" as the
-    ledger names them, "tensor" and "pipeline". Agreements of a few numbers are left out.
+    ledger names them, "tensor" and "pipeline", which carry activations. Agreements of a few numbers are left out.
 
     >>> from zerofold.plan.machine import Link
     >>> link = Link(rate=1e9)
@@ -68,7 +69,7 @@ def traffic(model: ModelShape, machine: Machine, point: Point) -> Traffic:
     """
     elements: defaultdict[tuple[str, str], float] = defaultdict(float)
     nbytes: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for exchange in exchanges(model, machine, point):
+    for exchange in exchanges(model, machine, point, with_activations=with_activations):
         if exchange.sent:
             key = exchange.collective, exchange.group
             elements[key] += exchange.sent
@@ -76,14 +77,17 @@ def traffic(model: ModelShape, machine: Machine, point: Point) -> Traffic:
     return Traffic(elements=dict(sorted(elements.items())), bytes=dict(sorted(nbytes.items())))
 
 
-def exchanges(model: ModelShape, machine: Machine, point: Point) -> Iterator[Exchange]:
+def exchanges(
+    model: ModelShape, machine: Machine, point: Point, *, with_activations: bool = True
+) -> Iterator[Exchange]:
     mesh, widths, chosen = mesh_of(machine, point), widths_of(point.precision), row(point.stage)
     units = units_of_rank(model, point)
     stays = kept(units, widths.compute, point.live_bytes)
     for unit, staying in zip(units, stays, strict=True):
         yield from _gathers(unit, staying, chosen, mesh, widths, point)
         yield from _reductions(unit, chosen, mesh, widths, point)
-    yield from model_exchanges(model, point)
+    if with_activations:
+        yield from model_exchanges(model, point)
 
 
 def kept(units: Sequence[UnitShape], itemsize: int, live_bytes: int | None = None) -> list[int]:
@@ -180,13 +184,20 @@ def model_exchanges(model: ModelShape, point: Point) -> Iterator[Exchange]:
         )
     itemsize = widths_of(point.precision).compute
     size = point.micro_batch * model.tokens * model.hidden
+    blocks = -(-model.layers // point.pipeline)
     if point.tensor > 1:
         # After attention and after the MLP, forward and backward; a recomputed forward makes them again. With sequence
-        # parallelism each is a reduce-scatter and an all-gather, which send as much.
+        # parallelism each is a reduce-scatter and an all-gather, which send as much. Embeddings and the head, which
+        # have one each, are left out.
         passes = 3 if point.checkpoint_every else 2
-        times = 2 * passes * point.accumulate * -(-model.layers // point.pipeline)
-        yield Exchange("all_reduce", TENSOR, point.tensor, size, itemsize, times)
+        times = 2 * passes * point.accumulate * blocks
+        for collective in ("reduce_scatter", "all_gather") if point.sequence_parallel else ("all_reduce",):
+            yield Exchange(collective, TENSOR, point.tensor, size, itemsize, times)
+    if point.keeps_parts:  # each input is put together once, before its block is computed again
+        groups = -(-blocks // point.checkpoint_every)
+        yield Exchange("all_gather", TENSOR, point.tensor, size, itemsize, point.accumulate * groups)
     if point.pipeline > 1:
         # Outputs to the next stage, their gradients to the one before; the mean over stages: the ends send one of them.
-        sends = 2 * point.accumulate * (point.pipeline - 1) / point.pipeline
-        yield Exchange("send", PIPELINE, point.pipeline, size / point.tensor, itemsize, sends)
+        sends = 2 * point.accumulate * crossings(point)
+        shared = point.tensor if point.sequence_parallel else 1  # else each tensor-parallel rank sends all of it
+        yield Exchange("send", PIPELINE, point.pipeline, size / shared, itemsize, sends)

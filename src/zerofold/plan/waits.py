@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from zerofold.placement import Cut, Row
+from zerofold.placement import Cut, Row, Tier
 from zerofold.plan.away import STATES_BYTES, Away, disk_seconds, host_copy_seconds, host_update_seconds
 from zerofold.plan.collectives import across_span, data_span, inside_span
 from zerofold.plan.compute import UnitSeconds
@@ -40,6 +41,13 @@ class Parts(NamedTuple):
         return Parts(*(each * factor for each in self))
 
 
+class _Moved(NamedTuple):
+    """For each unit."""
+
+    stored: Sequence[Parts]
+    fetched: Sequence[Parts]
+
+
 @dataclass(frozen=True)
 class Waits:
     ground: Ground
@@ -59,13 +67,17 @@ class Waits:
         last = self._reduces(across=True)
         queued = self._queued()
         found = self._shared(waits_for_queue(self._lanes(queued=queued)), queued)
-        found = found.plus(self._shared(waits_in_forward(self._lanes(gather=first)), first))
+        found = found.plus(self._forward(first))
         if self.point.pipeline > 1:
             # Units stay gathered, and gradients are reduced in one sweep when all micro-batches are through.
-            return found.plus(self._sum(last))
+            found = found.plus(self._sum(last))
+            if self.point.keeps_away:
+                found = found.plus(self._forward(nothing).times(micro_batches - 1))
+                found = found.plus(self._backward(nothing, nothing).times(micro_batches))
+            return found
         found = found.plus(self._backward(gathers, last))
         if micro_batches > 1:
-            again = self._shared(waits_in_forward(self._lanes(gather=gathers)), gathers)
+            again = self._forward(gathers)
             early = self._reduces(across=False) if reductions_in_step(self.row, self.point) > 1 else nothing
             found = found.plus(again.plus(self._backward(gathers, early)).times(micro_batches - 1))
         return found
@@ -89,9 +101,31 @@ class Waits:
         host = host_copy_seconds((1 - gone.device) * own, self.machine)
         return Parts(host=host, disk=disk_seconds(gone.disk * own, 0, self.machine))
 
+    def _forward(self, gathers: Sequence[Parts]) -> Parts:
+        stored = self._checkpoints.stored
+        both = [one.plus(other) for one, other in zip(gathers, stored, strict=True)]
+        return self._shared(waits_in_forward(self._lanes(gather=gathers, stored=stored)), both)
+
     def _backward(self, gathers: Sequence[Parts], reductions: Sequence[Parts]) -> Parts:
-        both = [one.plus(other) for one, other in zip(gathers, reductions, strict=True)]
-        return self._shared(waits_in_backward(self._lanes(gather=gathers, reduce=reductions)), both)
+        fetched = self._checkpoints.fetched
+        every = [one.plus(other).plus(third) for one, other, third in zip(gathers, reductions, fetched, strict=True)]
+        lanes = self._lanes(gather=gathers, reduce=reductions, fetched=fetched)
+        return self._shared(waits_in_backward(lanes), every)
+
+    @cached_property
+    def _checkpoints(self) -> _Moved:
+        """Inputs of blocks, of one micro-batch: down beside forward, up beside backward, a block's share of each."""
+        ground, every, machine = self.ground, self.point.checkpoint_every, self.machine
+        nothing = [Parts()] * len(ground.units)
+        if not self.point.keeps_away or not ground.block_checkpoint:
+            return _Moved(nothing, nothing)
+        group = every * ground.block_checkpoint
+        over_bus = host_copy_seconds(group, machine)
+        has_disk = self.point.checkpoints_on == Tier.NVME.value
+        down = Parts(host=over_bus, disk=disk_seconds(0, group, machine) if has_disk else 0.0).times(1 / every)
+        up = Parts(host=over_bus, disk=disk_seconds(group, 0, machine) if has_disk else 0.0).times(1 / every)
+        blocks = [unit.name != ROOT for unit in ground.units]
+        return _Moved([down if each else Parts() for each in blocks], [up if each else Parts() for each in blocks])
 
     def _shared(self, waited: float, parts: Sequence[Parts]) -> Parts:
         if not waited:
@@ -111,12 +145,14 @@ class Waits:
         gather: Sequence[Parts] | None = None,
         reduce: Sequence[Parts] | None = None,
         queued: Sequence[Parts] | None = None,
+        stored: Sequence[Parts] | None = None,
+        fetched: Sequence[Parts] | None = None,
     ) -> list[Lane]:
         """The root's own work hides nothing: embeddings are short, and the head comes when all is there."""
         lanes = []
         for index, unit in enumerate(self.ground.units):
             taken = _IDLE if unit.name == ROOT else self.ground.seconds[index]
-            parts = [each[index].total if each else 0.0 for each in (gather, reduce, queued)]
+            parts = [each[index].total if each else 0.0 for each in (gather, reduce, queued, stored, fetched)]
             lanes.append(Lane(unit.count, self.ground.stays[index], taken.forward, taken.backward, *parts))
         return lanes
 

@@ -10,14 +10,15 @@ from zerofold.train.gpt import GPT, Block, GPTConfig
 from zerofold.train.options import TrainOptions
 
 
-def workload(options: TrainOptions, micro_batch: int) -> Workload:
-    """For predictions of a GPU's peak memory and time: activations follow from a trace without memory."""
+def workload(options: TrainOptions, micro_batch: int, keep: str | None = None) -> Workload:
+    """For predictions of a GPU's peak memory and time: activations follow from a trace without memory. `keep`: where
+    inputs of checkpointed blocks wait, where that was chosen in the run."""
     with torch.device("meta"):
         model = GPT(options.gpt)
         tokens = torch.zeros(1, options.gpt.seq, dtype=torch.long)
     every = options.checkpoint_every
     shape = trace(model, (tokens, tokens), units=Block, checkpoint_every=[every], precision=options.precision)
-    return Workload(shape=shape, micro_batch=micro_batch, checkpoint_every=every, checkpoints_on=options.keep)
+    return Workload(shape=shape, micro_batch=micro_batch, checkpoint_every=every, checkpoints_on=keep or options.keep)
 
 
 def flops_per_token(gpt: GPTConfig, parameters: int) -> int:

@@ -19,6 +19,7 @@ from zerofold.launch import Grace, RankFailed, Stopped, default_nproc, init_rank
 from zerofold.train.gpt import GPTConfig
 from zerofold.train.loop import Result, train
 from zerofold.train.options import DEFAULT_BATCH, DEFAULT_STEPS, TrainOptions
+from zerofold.train.spread import Degrees
 
 BAD_INPUT = 2
 RUNS = Path("runs")
@@ -55,8 +56,18 @@ def train_command(
     ] = TrainOptions.checkpoint_every,
     keep: Annotated[
         str,
-        typer.Option(help="Where those inputs wait for backward; nvme: in --offload-path.", metavar="device|host|nvme"),
+        typer.Option(
+            help="Where those inputs wait for backward; nvme: in --offload-path; auto: wherever the plan finds room.",
+            metavar="device|host|nvme|auto",
+        ),
     ] = TrainOptions.keep,
+    tensor: Annotated[int, typer.Option(help="Processes that share the inside of every layer.")] = TrainOptions.tensor,
+    pipeline: Annotated[
+        int, typer.Option(help="Processes that follow each other, each with some of the blocks.")
+    ] = TrainOptions.pipeline,
+    data: Annotated[
+        int | None, typer.Option(help="Processes with other sequences; those that are left.", show_default=False)
+    ] = TrainOptions.data,
     steps: Annotated[
         int | None,
         typer.Option(help=f"Stop after so many steps; {DEFAULT_STEPS} unless --minutes is given.", show_default=False),
@@ -70,7 +81,7 @@ def train_command(
     ] = None,
     global_batch: Annotated[
         int | None,
-        typer.Option(help="Sequences in a step: batch x processes x accumulate.", show_default=False),
+        typer.Option(help="Sequences in a step: batch x data-parallel processes x accumulate.", show_default=False),
     ] = None,
     seq: Annotated[int, typer.Option(help="Bytes per sequence.")] = GPTConfig.seq,
     layers: Annotated[int, typer.Option(help="Transformer blocks.")] = GPTConfig.layers,
@@ -129,6 +140,7 @@ def train_command(
       zerofold train --precision bf16
       zerofold train --offload nvme --offload-path /mnt/nvme
       zerofold train --checkpoint-every 2 --keep host
+      zerofold train --tensor 2 --pipeline 2 --data 2 --steps 4
       zerofold train --layers 12 --hidden 768 --heads 12 --seq 512 --lr 6e-4
       zerofold train --resume runs/20260101-120000 --nproc 2
       zerofold train --out run --resume auto --max-restarts 3
@@ -142,8 +154,8 @@ def train_command(
         return
     try:
         device_type = _device_type(device)
-        nproc = _process_count(nproc, device_type)
         options = told.options()
+        nproc = _process_count(nproc, device_type, options.degrees)
         options.shares(nproc)
         if max_restarts < 0 or grace <= 0:
             raise ValueError("--max-restarts must be 0 or more, and --grace above 0")
@@ -292,9 +304,9 @@ def _device_type(name: str) -> str:
     return name
 
 
-def _process_count(wanted: int | None, device_type: str) -> int:
+def _process_count(wanted: int | None, device_type: str, degrees: Degrees) -> int:
     if wanted is None:
-        return default_nproc(device_type)
+        wanted = degrees.ranks(default_nproc(device_type))
     if wanted < 1:
         raise ValueError(f"--nproc {wanted} is no number of processes: use 1 or more")
     if device_type == "cuda" and wanted > torch.cuda.device_count():

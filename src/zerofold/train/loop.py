@@ -7,7 +7,6 @@ import time
 import warnings
 from collections import deque
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import zerofold as zf
+from zerofold.observe.predicted import Workload
 from zerofold.observe.run_files import METRICS_FILE
 from zerofold.train.amounts import flops_per_token, workload
 from zerofold.train.data import ByteText, library_source
@@ -23,6 +23,7 @@ from zerofold.train.gpt import GPT, Block, generate
 from zerofold.train.options import TrainOptions
 from zerofold.train.progress import Reporter, Status, printable
 from zerofold.train.signals import StopSignals, first_of
+from zerofold.train.spread import cut, loss_of_pipeline, step_of_pipeline
 from zerofold.train.state import REPORT_EVERY, RunState
 
 LONGEST_WARMUP = 20  # steps
@@ -73,12 +74,20 @@ class Training:
         self.options, self.rank, self.world, self.device = options, rank, world, device
         self.shares = options.shares(world)
         self.text = ByteText(library_source(), seq=options.gpt.seq)
+        self.mesh = options.degrees.mesh(world, device)
         self.samples = zf.Samples(
-            self.text.windows, batch=math.prod(self.shares), micro=self.shares.micro, seed=options.seed
+            self.text.windows,
+            batch=math.prod(self.shares),
+            micro=self.shares.micro,
+            seed=options.seed,
+            # Ranks that share a model read the same.
+            rank=rank if self.mesh is None else self.mesh.coordinate["data"],
+            ranks=self.shares.ranks,
         )
         torch.manual_seed(options.seed)
         model = GPT(options.gpt).to(device)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.pipe = cut(model, self.mesh, self.shares.accumulate)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
         self.state = RunState()
         limit = options.step_limit
@@ -86,20 +95,25 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1.0, (step + 1) / warmup) * cosine(self.progress)
         )
-        self.model, self.optimizer = zf.prepare(
-            model,
+        self.model = model
+        _, self.optimizer = zf.prepare(
+            model if self.pipe is None else self.pipe,
             optimizer,
+            mesh=self.mesh,
             stage=options.stage,
             offload=options.offload_wish,
             precision=options.precision,
             units=Block,
             clip=1.0,
             scheduler=self.scheduler,
-            accumulate=self.shares.accumulate,
+            accumulate=self.shares.accumulate if self.pipe is None else 1,  # a pipeline reduces once, at the end
         )
+        self.checkpointing = None
         if options.checkpoint_every:
-            path = options.offload_path if options.keep == "nvme" else None
-            zf.checkpoint_blocks(self.model, options.checkpoint_every, keep=options.keep, path=path)
+            path = options.offload_path if options.keep in ("nvme", "auto") else None
+            self.checkpointing = zf.checkpoint_blocks(
+                self.model, options.checkpoint_every, keep=options.keep, path=path
+            )
         self.checkpoint: Path | None = None
         if self.is_to_resume():
             self.state = RunState(**zf.load(self.model, self.optimizer, options.checkpoints, data=self.samples))
@@ -109,7 +123,7 @@ class Training:
             options.out,
             self.model,
             after=self.state.step,
-            workload=partial(workload, options, self.shares.micro) if device.type == "cuda" else None,
+            workload=self.workload if device.type == "cuda" else None,
             flops_per_step=flops_per_token(options.gpt, self.parameters) * self.tokens_per_step / world,
             csv=options.csv,
             tensorboard=options.tensorboard,
@@ -118,6 +132,11 @@ class Training:
         )
         self.ending: list[str] = []
         """What rank 0 has to say of where the time went, when it is over."""
+
+    def workload(self) -> Workload:
+        """As it was at the end: where inputs wait may have been chosen in between."""
+        store = None if self.checkpointing is None else self.checkpointing.store
+        return workload(self.options, self.shares.micro, "device" if store is None else store.tier.value)
 
     def is_to_resume(self) -> bool:
         """As rank 0 sees the folder: ranks on other machines may see it later."""
@@ -174,6 +193,18 @@ class Training:
 
     def step(self) -> torch.Tensor:
         """One update from this rank's part of the next samples; its mean loss."""
+        if self.pipe is not None:
+            mean = step_of_pipeline(self.pipe, self.text, self.samples.indices, self.device)
+        else:
+            mean = self.micro_batches()
+        self.optimizer.step()
+        self.samples.step()
+        if self.is_to_report:
+            self.snapshot = self.ledger.snapshot()  # before the gradients go, so that they are seen
+        self.optimizer.zero_grad()
+        return mean
+
+    def micro_batches(self) -> torch.Tensor:
         mean = torch.zeros((), device=self.device)
         for indices in self.samples.indices:
             batch = self.text.window_batch(indices)
@@ -181,11 +212,6 @@ class Training:
             loss = loss / self.samples.accumulate
             loss.backward()
             mean += loss.detach()
-        self.optimizer.step()
-        self.samples.step()
-        if self.is_to_report:
-            self.snapshot = self.ledger.snapshot()  # before the gradients go, so that they are seen
-        self.optimizer.zero_grad()
         return mean
 
     @property
@@ -255,15 +281,25 @@ class Training:
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss on held-out text, the same windows every time."""
-        each = max(1, VALIDATION_SEQUENCES // self.world)
-        batch = self.text.validation_batch(each, rank=self.rank, world=self.world)
+        _, ranks, accumulate = self.shares
+        rank = self.rank if self.mesh is None else self.mesh.coordinate["data"]
+        each = max(1, VALIDATION_SEQUENCES // ranks)
+        if self.pipe is not None:
+            each = max(1, each // accumulate) * accumulate
+        batch = self.text.validation_batch(each, rank=rank, world=ranks)
         self.model.eval()
-        loss = self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
+        if self.pipe is not None:
+            loss = loss_of_pipeline(self.pipe, batch, self.device)
+        else:
+            loss = self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
         self.model.train()
         return self.agree(loss, 0.0, [])[0]
 
     def sample(self) -> bytes:
+        """Nothing where the blocks are on several ranks: each byte would have to go through all of them."""
         options = self.options
+        if self.pipe is not None:
+            return b""
         self.model.eval()
         # Gathered once for all the bytes, instead of once for each.
         with zf.full_params(self.model, masters=False):
@@ -297,8 +333,9 @@ class Training:
         micro, ranks, accumulate = self.shares
         many = f" x {accumulate} batches" if accumulate > 1 else ""
         went_on = f", going on after step {self.state.step}" if self.state.step else ""
-        of_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}"
-        return (
+        of_ranks = f"{ranks} {'data-parallel ' if self.mesh else ''}rank{'s' if ranks > 1 else ''}"
+        tables = "".join(f"{table}\n" for table in (self.mesh, self.pipe) if table is not None)
+        return tables + (
             f"Training a GPT of {millions:.1f}M parameters on {megabytes:.1f} MB of Python source: "
             f"stage {self.options.stage}, {self.options.precision}, {of_ranks} on {self.device.type}, "
             f"{math.prod(self.shares)} sequences a step ({micro} x {of_ranks}{many}){went_on}. "
@@ -314,8 +351,9 @@ def cosine(progress: float) -> float:
 def summary(result: Result, options: TrainOptions, ending: list[str]) -> str:
     # A run that goes on with nothing left to do has not looked.
     unseen = "" if result.validation_loss is None else f", {result.validation_loss:.3f} on text it has not seen"
+    sample = f"\nA sample of what it writes:\n\n{printable(result.sample)}\n\n" if result.sample else "\n"
     return (
-        f"\nA sample of what it writes:\n\n{printable(result.sample)}\n\n"
+        f"{sample}"
         f"Loss {result.first_loss:.3f} at the start, {result.loss:.3f} at the end{unseen}.\n"
         f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s. "
         f"Metrics: {options.out / METRICS_FILE}; a page that shows them: zerofold report {options.out}\n"

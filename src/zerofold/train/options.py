@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofold.activation.automatic import AUTO
 from zerofold.checkpoint.manifest import candidates
 from zerofold.observe.run import check_writers
 from zerofold.observe.run_files import CONFIG_FILE, METRICS_FILE
@@ -18,6 +19,7 @@ from zerofold.placement import Tier, row
 from zerofold.precision import policy_of
 from zerofold.samples import Shares, share
 from zerofold.train.gpt import GPTConfig
+from zerofold.train.spread import Degrees, filled
 
 DEFAULT_STEPS = 300
 DEFAULT_BATCH = 8
@@ -33,6 +35,9 @@ CHANGEABLE = frozenset(
         "offload_path",
         "checkpoint_every",
         "keep",
+        "tensor",
+        "pipeline",
+        "data",
         "precision",
         "steps",
         "minutes",
@@ -65,7 +70,13 @@ class TrainOptions:
     checkpoint_every: int = 0
     """Blocks that are computed again in backward from one kept input; 0: everything is kept."""
     keep: str = Tier.DEVICE.value
-    """Where those inputs wait: device, host, or nvme, which is a file in `offload_path`."""
+    """Where those inputs wait: device, host, or nvme, a file in `offload_path`; auto: wherever there is room."""
+    tensor: int = 1
+    """Ranks that share the inside of every layer."""
+    pipeline: int = 1
+    """Ranks that follow each other, each with some of the blocks; `accumulate` are its micro-batches."""
+    data: int | None = None
+    """Ranks with other sequences; those that are left."""
     steps: int | None = None
     """Stop after so many optimizer steps. With neither this nor `minutes`: 300."""
     minutes: float | None = None
@@ -109,6 +120,7 @@ class TrainOptions:
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value}: give a number above 0")
         self._check_checkpoints()
+        self.degrees.check(self.gpt)
         for name in ("seed", "save_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more")
@@ -120,7 +132,7 @@ class TrainOptions:
             raise ValueError(f"{self.out} is a file: name a folder with --out")
 
     def _check_checkpoints(self) -> None:
-        tiers = [tier.value for tier in Tier]
+        tiers = [*(tier.value for tier in Tier), AUTO]
         if self.keep not in tiers:
             raise ValueError(f"--keep {self.keep} is not known: use {', '.join(tiers)}")
         if self.keep != Tier.DEVICE.value and not self.checkpoint_every:
@@ -132,7 +144,7 @@ class TrainOptions:
     def offload_wish(self) -> dict[str, Any] | None:
         """As offload= of zf.prepare takes it."""
         if self.offload is None:
-            if self.offload_path is not None and self.keep != Tier.NVME.value:
+            if self.offload_path is not None and self.keep not in (Tier.NVME.value, AUTO):
                 raise ValueError(f"--offload-path {self.offload_path} says where, not what: add --offload nvme or auto")
             return None
         if self.offload == Tier.NVME.value and self.offload_path is None:
@@ -162,8 +174,16 @@ class TrainOptions:
         found = candidates(self.checkpoints) if self.checkpoints.is_dir() else []
         return found[0] if found else None
 
-    def shares(self, ranks: int) -> Shares:
-        """How the sequences of a step are shared: batch × ranks × accumulate."""
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+
+    def shares(self, world: int) -> Shares:
+        """How the sequences of a step are shared by the data-parallel ranks among all: batch × ranks × accumulate."""
+        is_given = self.batch is not None or self.accumulate is not None
+        return filled(self._shares(self.degrees.data_ranks(world)), self.pipeline, is_given=is_given)
+
+    def _shares(self, ranks: int) -> Shares:
         if self.global_batch is None:
             return Shares(self.batch or DEFAULT_BATCH, ranks, self.accumulate or 1)
         each = share(self.global_batch, ranks).micro
@@ -193,7 +213,8 @@ class TrainOptions:
         try:
             config = json.loads((run / CONFIG_FILE).read_text())
             gpt = GPTConfig(**config["gpt"])
-            names = {each.name for each in dataclasses.fields(cls)} - {"out", "gpt", "resume", "batch", "accumulate"}
+            left_out = {"out", "gpt", "resume", "batch", "accumulate", "data"}  # as many ranks as there are this time
+            names = {each.name for each in dataclasses.fields(cls)} - left_out
             saved = {name: config[name] for name in names if name in config}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{run} holds no run to go on with: its {CONFIG_FILE} cannot be read ({error})") from error

@@ -1,0 +1,167 @@
+"""keep="auto": where inputs of checkpointed blocks wait is chosen by the plan, when it is seen how large they are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerofold.activation.chains import first_of
+from zerofold.activation.store import CheckpointStore
+from zerofold.engine import Engine
+from zerofold.memory.host import host_memory
+from zerofold.offload.budget import device_memory
+from zerofold.placement import Tier
+from zerofold.plan.keeping import Choice, Stream, choose
+from zerofold.plan.machine import Machine
+from zerofold.plan.point import Point
+from zerofold.plan.presets import preset, preset_of
+from zerofold.plan.shape import UnitShape
+from zerofold.plan.states import Widths
+from zerofold.precision import policy_of
+
+AUTO = "auto"
+_ORDER = [tier.value for tier in Tier]
+_DISK_RATE = 2e9  # for the line that says what it costs
+
+
+class Automatic:
+    """Runs checkpointed functions for the blocks of one model, their inputs kept where there is room.
+
+    It looks when a block gets more than any got before, so in the first forward, and in one with longer sequences. Once
+    inputs leave the device they do so for good.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        every: int,
+        *,
+        path: str | os.PathLike[str] | None,
+        budget: int | None,
+        model: Callable[[], nn.Module | None],
+        run: Callable[..., Any],
+    ) -> None:
+        self._blocks, self._every, self._path, self._budget = dict(blocks), every, path, budget
+        self._model, self._run = model, run
+        self._largest = 0
+        self.choice: Choice | None = None
+        """None before the first forward."""
+        self.stores: list[CheckpointStore] = []
+        """The last one is in use; those before it may still hold what a backward wants."""
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stream = first_of((args, kwargs))
+        if stream is not None and stream.nbytes > self._largest:
+            self._largest = stream.nbytes
+            self._look(stream)
+        store = self.stores[-1] if self.stores else None
+        return self._run(fn, *args, store=store, **kwargs)
+
+    def _look(self, stream: Tensor) -> None:
+        model = self._model()
+        if model is None:
+            return
+        found = self._choose(model, stream)
+        before = "" if self.choice is None else self.choice.keep
+        if before and _ORDER.index(found.keep) <= _ORDER.index(before):
+            return
+        self.choice = found
+        if found.keep != Tier.DEVICE.value:
+            self.stores.append(CheckpointStore(found.keep, path=self._path if found.keep == Tier.NVME.value else None))
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f'keep="auto": {found.sentence}.', flush=True)
+
+    def _choose(self, model: nn.Module, stream: Tensor) -> Choice:
+        engine = getattr(model, "_zerofold_engine", None)
+        engine = engine if isinstance(engine, Engine) else None
+        machine = machine_here(stream.device, engine, path=self._path, budget=self._budget)
+        spread = None if engine is None else engine.spread
+        seen = Stream(
+            nbytes=stream.nbytes,
+            tokens=max(1, stream.numel() // max(1, stream.shape[-1])),
+            vocab=_vocabulary(model),
+            tensor=1 if spread is None else spread.tensor,
+            at_once=1 if spread is None else spread.pipeline,
+        )
+        units = _units(model, self._blocks)
+        precision = "fp32" if stream.element_size() > 2 else "bf16"
+        point = Point(stage="0", checkpoint_every=self._every, precision=precision)
+        if engine is None:
+            return choose(units, seen, machine, point, widths=Widths.of(policy_of(None)))
+        axes = engine.groups.mesh
+        point = replace(
+            point,
+            stage=engine.row.name,
+            accumulate=engine.reductions.accumulate,
+            live_bytes=engine.schedule.live_bytes,
+            buffer_bytes=engine.pool.buffer_nbytes,
+            group=0 if axes is None or axes.ndim == 1 else int(axes.mesh.shape[-1]),
+        )
+        tiers = {name: tiers for name, tiers in engine.offloading.tiers.items() if tiers.is_offloaded}
+        return choose(
+            units,
+            seen,
+            machine,
+            point,
+            can_cut=False,  # P_a: True once a store can keep a tensor-parallel rank's part
+            widths=Widths.of(engine.precision),
+            tiers=tiers or None,
+        )
+
+
+def machine_here(
+    device: torch.device, engine: Engine | None, *, path: str | os.PathLike[str] | None, budget: int | None
+) -> Machine:
+    """The memories that are there, and the rates of a preset of such a device."""
+    ranks = 1 if engine is None else engine.groups.control.size
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    host = host_memory().available
+    if device.type == "cpu":
+        found, here = preset("cpu", devices=ranks, per_node=min(ranks, local)), host // local
+    else:
+        known = preset_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        found, here = preset(known or "A100-80", devices=ranks, per_node=local), device_memory(device)
+    if engine is not None and engine.spread is not None and engine.spread.pipeline > 1:
+        # A stage's units stay gathered, and its gradients whole, until all micro-batches are through.
+        widths = Widths.of(engine.precision)
+        here -= engine.psi * (widths.compute + widths.gradient)
+    disk = 0 if path is None else shutil.disk_usage(_existing(Path(path))).free
+    return replace(
+        found,
+        device_memory=min(here, budget or here),
+        host_memory=host,
+        disk=disk,
+        disk_read=found.disk_read or _DISK_RATE,
+        disk_write=found.disk_write or _DISK_RATE,
+    )
+
+
+def _existing(folder: Path) -> Path:
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+
+
+def _units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[UnitShape]:
+    """Every block, and first whatever is in none."""
+    seen: set[int] = set()
+    found = [_unit(name, module.parameters(), seen) for name, module in blocks.items()]
+    return [_unit("", model.parameters(), seen), *found]
+
+
+def _unit(name: str, parameters: Any, seen: set[int]) -> UnitShape:
+    own = [parameter for parameter in parameters if id(parameter) not in seen]
+    seen.update(map(id, own))
+    trained = tuple(parameter.numel() for parameter in own if parameter.requires_grad)
+    frozen = tuple(parameter.numel() for parameter in own if not parameter.requires_grad)
+    return UnitShape(name=name, trained=sum(trained), frozen=sum(frozen), tensors=trained, frozen_tensors=frozen)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=0)

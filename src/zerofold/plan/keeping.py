@@ -1,0 +1,148 @@
+"""Where inputs of checkpointed blocks are to wait for backward, by the plan's memory and time of one step.
+
+What blocks compute is known of the stream alone, the tensor that goes from block to block: its bytes, and the numbers
+that a transformer's block keeps for each of them (`zerofold.plan.transformer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from zerofold.placement import Tier, Tiers
+from zerofold.plan.activities import Shares
+from zerofold.plan.machine import GIB, Machine
+from zerofold.plan.memory import memory
+from zerofold.plan.point import Memory, Point
+from zerofold.plan.predict import lacks
+from zerofold.plan.shape import ROOT, Activity, ModelShape, Moment, PerSample, Phase, UnitShape, Work
+from zerofold.plan.states import Widths
+from zerofold.plan.times import times
+from zerofold.plan.transformer import BACKWARD, KEPT, LOGIT_BYTES, NO_GRAPH
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """What goes from block to block on one rank, of one micro-batch."""
+
+    nbytes: int
+    tokens: int
+    vocab: int = 0
+    """Of the head, where there is one: its logits may be the peak."""
+    tensor: int = 1
+    """Ranks that share the inside of every block, and hold the same stream."""
+    at_once: int = 1
+    """Micro-batches that are on their way through a pipeline."""
+
+
+class Choice(NamedTuple):
+    """A place, whether in parts (P_a), and why."""
+
+    keep: str
+    partition: bool
+    fits: bool
+    sentence: str
+
+
+def choose(
+    units: Sequence[UnitShape],
+    stream: Stream,
+    machine: Machine,
+    point: Point,
+    *,
+    can_cut: bool = False,
+    widths: Widths | None = None,
+    tiers: Mapping[str, Tiers] | None = None,
+) -> Choice:
+    """The first place that leaves room for the rest of training: the device, in parts where tensor-parallel ranks hold
+    the same inputs (`can_cut`), the host, the disk. `units` are those of one rank, the root first.
+
+    >>> from zerofold.plan.presets import preset
+    >>> units = [UnitShape(name="", trained=10**8), *(UnitShape(name=f"b.{i}", trained=10**8) for i in range(40))]
+    >>> short, long = (Stream(nbytes=n * 4096 * 2, tokens=n) for n in (2**13, 2**18))
+    >>> point = Point(stage="3", checkpoint_every=1)
+    >>> choose(units, short, preset("A100-80"), point).keep, choose(units, long, preset("A100-80"), point).keep
+    ('device', 'host')
+    """
+    tried = list(_candidates(point, machine, stream, can_cut))
+    held: list[Memory] = []
+    for place in tried:
+        shape = _shape(units, stream, place)
+        held.append(memory(shape, machine, replace(place, partition=False), widths=widths, tiers=tiers))
+        missing = lacks(held[-1], machine)
+        if not missing or place is tried[-1]:
+            late = _lateness(units, stream, machine, point, place)
+            said = _sentence(held, machine, place, late, missing)
+            return Choice(place.checkpoints_on, place.partition, not missing, said)
+    raise AssertionError("there is always the device")
+
+
+def _candidates(point: Point, machine: Machine, stream: Stream, can_cut: bool) -> Iterator[Point]:
+    parts = can_cut and stream.tensor > 1
+    yield replace(point, checkpoints_on=Tier.DEVICE.value, partition=False)
+    if parts:
+        yield replace(point, checkpoints_on=Tier.DEVICE.value, partition=True)
+    yield replace(point, checkpoints_on=Tier.HOST.value, partition=parts)
+    if machine.disk:
+        yield replace(point, checkpoints_on=Tier.NVME.value, partition=parts)
+
+
+def _shape(units: Sequence[UnitShape], stream: Stream, place: Point) -> ModelShape:
+    return ModelShape(
+        name="model", units=tuple(units), activities=(_activity(units, stream, place),), tokens=stream.tokens
+    )
+
+
+def _activity(units: Sequence[UnitShape], stream: Stream, place: Point) -> Activity:
+    """A micro-batch counts as one sample. In parts, two of the inputs are whole at a time."""
+    every, inside = place.checkpoint_every, stream.nbytes * Shares.of(Point(tensor=stream.tensor)).inside
+    one = stream.nbytes / (stream.tensor if place.partition else 1)
+    rebuilt = 2 * stream.nbytes if place.partition else 0
+    blocks = [number for number, unit in enumerate(units) if unit.name != ROOT]
+    groups = -(-len(blocks) // every)
+    others = (stream.at_once - 1) * groups * one
+    logits = stream.tokens * stream.vocab * LOGIT_BYTES
+
+    def moment(phase: Phase, unit: int, alive: float, passes: int) -> Moment:
+        work = Work(PerSample(0, 2 * passes * stream.tokens * units[unit].parameters))
+        return Moment(phase=phase, unit=unit, alive=PerSample(0, alive), work=work)
+
+    kept = {block: others + -(-(place_in + 1) // every) * one for place_in, block in enumerate(blocks)}
+    root = groups * one + 3 * stream.nbytes + logits
+    found = [moment(Phase.FORWARD, block, kept[block] + NO_GRAPH * inside, 1) for block in blocks]
+    found += [moment(Phase.FORWARD, 0, root, 1), moment(Phase.BACKWARD, 0, root, 2)]
+    computed = (every * KEPT + BACKWARD) * inside + rebuilt
+    found += [moment(Phase.BACKWARD, block, kept[block] + computed, 3) for block in reversed(blocks)]
+    return Activity(
+        checkpoint_every=every,
+        moments=tuple(found),
+        checkpoints=PerSample(0, groups * one),
+        logits=PerSample(0, logits),
+    )
+
+
+def _lateness(units: Sequence[UnitShape], stream: Stream, machine: Machine, point: Point, place: Point) -> float:
+    """By which part a step is longer for it."""
+    here, there = (
+        times(_shape(units, stream, each), machine, replace(each, partition=False, auto=False, tiers=Tiers())).step
+        for each in (replace(point, checkpoints_on=Tier.DEVICE.value, partition=False), place)
+    )
+    return there / here - 1 if here else 0.0
+
+
+_WHERE = {"device": "on the device", "host": "in host memory", "nvme": "on the disk"}
+
+
+def _sentence(held: Sequence[Memory], machine: Machine, place: Point, late: float, missing: str) -> str:
+    there = machine.device_memory / GIB
+    what = "inputs of checkpointed blocks wait" + (" in parts" if place.partition else "")
+    where = f"{what} {_WHERE[place.checkpoints_on]}"
+    now = held[-1].device_need / GIB
+    if len(held) == 1:
+        return f"{where}: a step takes {now:.1f} of {there:.1f} GiB there"
+    would = held[0].device_need / GIB
+    before = f"{where}: with all of them on the device a step would take {would:.1f} of {there:.1f} GiB"
+    if missing:
+        return f"{before}, and so it takes {now:.1f}, which does not fit either ({missing})"
+    return f"{before}; so it takes {now:.1f} and {100 * max(0.0, late):.0f}% longer"

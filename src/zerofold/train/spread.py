@@ -1,0 +1,115 @@
+"""The axes of a run besides data: how many ranks share a layer, how many follow each other, and who reads what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerofold as zf
+from zerofold.samples import Shares
+from zerofold.train.data import Batch, ByteText
+from zerofold.train.gpt import GPTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """As the command line has them; `data` is what is left of the ranks, unless it is given.
+
+    >>> Degrees(tensor=2, pipeline=2).data_ranks(8)
+    2
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int | None = None
+
+    @property
+    def of_model(self) -> int:
+        """Ranks that hold one copy of the model between them."""
+        return self.tensor * self.pipeline
+
+    def check(self, gpt: GPTConfig) -> None:
+        for name in ("tensor", "pipeline", "data"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"--{name} {number} is no number of ranks: use 1 or more")
+        heads, layers = gpt.heads, gpt.layers
+        if heads % self.tensor:
+            raise ValueError(f"--tensor {self.tensor} does not divide the {heads} heads: use --heads or another degree")
+        if layers < self.pipeline:
+            raise ValueError(f"--pipeline {self.pipeline} needs as many blocks, and there are {layers}: add --layers")
+        for option, degree in (("tensor", self.tensor), ("pipeline", self.pipeline)):
+            if degree > 1:
+                _of_library(option)
+
+    def ranks(self, usual: int) -> int:
+        """How many processes to start, where nobody says; `usual` without these axes."""
+        return self.of_model * (self.data or max(1, usual // self.of_model))
+
+    def data_ranks(self, world: int) -> int:
+        """Ranks with other samples."""
+        found, rest = divmod(world, self.of_model)
+        given = {"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}
+        product = " x ".join(f"--{name} {number}" for name, number in given.items() if number is not None)
+        if rest or self.data not in (None, found):
+            fix = "leave --data out" if not rest else f"use a multiple of {self.of_model}"
+            raise ValueError(f"{product} does not make {world} processes: {fix}, or change --nproc")
+        return found
+
+    def mesh(self, world: int, device: torch.device) -> zf.Mesh | None:
+        """None where all ranks are data-parallel: there is nothing to say."""
+        data = self.data_ranks(world)
+        if self.of_model == 1:
+            return None
+        return zf.mesh(data=data, tensor=self.tensor, pipeline=self.pipeline, device=device.type)
+
+
+def cut(model: nn.Module, mesh: zf.Mesh | None, micro_batches: int) -> Any:
+    """This rank's stage of the model, where there are several; else None. `zf.prepare` shares layers itself."""
+    if mesh is None or mesh.pipeline == 1:
+        return None
+    return _of_library("pipeline")(model, mesh, microbatches=micro_batches)
+
+
+_CALLS = {"tensor": "tensor_parallel", "pipeline": "pipeline"}
+
+
+def _of_library(option: str) -> Any:
+    found = getattr(zf, _CALLS[option], None)
+    if found is None:
+        raise ValueError(f"--{option} is not there yet: this zerofold has no zf.{_CALLS[option]}; use --{option} 1")
+    return found
+
+
+def step_of_pipeline(pipe: Any, text: ByteText, indices: list[list[int]], device: torch.device) -> Tensor:
+    """Forward and backward of all micro-batches; their mean loss, on every rank."""
+    batch = text.window_batch([index for some in indices for index in some])
+    loss: Tensor = pipe.step(batch.tokens.to(device), targets=batch.targets.to(device))
+    return loss.float()
+
+
+def loss_of_pipeline(pipe: Any, batch: Batch, device: torch.device) -> Tensor:
+    loss: Tensor = pipe.evaluate(batch.tokens.to(device), targets=batch.targets.to(device))
+    return loss.float()
+
+
+def filled(shares: Shares, pipeline: int, *, is_given: bool) -> Shares:
+    """A pipeline works on as many micro-batches as it has stages, at the least: where nobody said how many, a batch is
+    cut into so many.
+
+    >>> filled(Shares(8, 2, 1), 2, is_given=False)
+    Shares(micro=4, ranks=2, accumulate=2)
+    """
+    if pipeline == 1:
+        return shares
+    if not is_given and shares.accumulate == 1 and not shares.micro % pipeline:
+        return Shares(shares.micro // pipeline, shares.ranks, pipeline)
+    if shares.accumulate < pipeline:
+        raise ValueError(
+            f"--accumulate {shares.accumulate} leaves some of {pipeline} stages without work: the micro-batches of a "
+            f"pipeline must be at least as many; use --accumulate {pipeline}"
+        )
+    return shares

@@ -1,0 +1,120 @@
+"""keep="auto": inputs of checkpointed blocks go where the plan finds room, and training is the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerofold as zf
+from zerofold.plan.keeping import Choice, Stream, choose
+from zerofold.plan.machine import GIB
+from zerofold.plan.point import Point
+from zerofold.plan.presets import preset
+from zerofold.plan.shape import UnitShape
+
+H200 = preset("H200", devices=1)
+UNITS = [UnitShape(name="", trained=10**8), *(UnitShape(name=f"blocks.{i}", trained=10**8) for i in range(64))]
+POINT = Point(stage="3", checkpoint_every=1)
+
+
+def stream(tokens: int, **more: int) -> Stream:
+    return Stream(nbytes=tokens * 4096 * 2, tokens=tokens, **more)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "machine", "tensor", "expected"),
+    [
+        (2**13, H200, 1, ("device", False)),
+        (2**17, H200, 1, ("host", False)),
+        (2**17, H200, 2, ("device", True)),
+        (2**18, H200, 2, ("host", True)),
+        (2**17, replace(H200, host_memory=GIB, disk=10**13, disk_read=3e9, disk_write=3e9), 1, ("nvme", False)),
+    ],
+)
+def test_the_first_place_with_room(tokens: int, machine: Any, tensor: int, expected: tuple[str, bool]) -> None:
+    """The device, then parts of it where several ranks hold the same, then the host, then the disk."""
+    found = choose(UNITS, stream(tokens, tensor=tensor), machine, POINT, can_cut=True)
+    assert (found.keep, found.partition) == expected, found.sentence
+    assert found.fits
+
+
+def test_what_fits_nowhere_is_said() -> None:
+    found = choose(UNITS, stream(2**21), replace(H200, host_memory=GIB), POINT)
+    assert found == Choice("host", False, False, found.sentence)
+    assert "does not fit either (device memory" in found.sentence
+
+
+def test_a_slow_bus_is_in_the_sentence() -> None:
+    slow = replace(H200, to_host=replace(H200.to_host, rate=1e9))
+    fast, late = (choose(UNITS, stream(2**17), machine, POINT).sentence for machine in (H200, slow))
+    assert fast.endswith("and 0% longer")
+    assert int(late.rpartition(" and ")[2].split("%")[0]) > 10
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 128)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(8)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def train(keep: str, lengths: list[int], **more: Any) -> tuple[list[float], list[str], dict[str, int]]:
+    torch.manual_seed(0)
+    model = Net()
+    model, optimizer = zf.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, units=nn.Sequential)
+    checkpointing = zf.checkpoint_blocks(model, keep=keep, **more)
+    losses, places, most = [], [], dict.fromkeys(("device", "host", "nvme"), 0)
+    for step, length in enumerate(lengths):
+        loss = model(torch.arange(4 * length).view(4, length).mul(step + 3) % 64)
+        most = {tier: max(nbytes, checkpointing.nbytes[tier]) for tier, nbytes in most.items()}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        places.append("device" if checkpointing.store is None else checkpointing.store.tier.value)
+    checkpointing.remove()
+    zf.close(model)
+    return losses, places, most
+
+
+def test_inputs_leave_the_device_when_they_no_longer_fit_it(ranks: Any, capfd: Any) -> None:
+    """Short sequences stay, and from the first long one on all go to the host; losses are the same bits."""
+    lengths = [16, 16, 512, 16]
+    plain = ranks(2, train, "device", lengths)
+    for (losses, _, _), (found, places, most) in zip(
+        plain, ranks(2, train, "auto", lengths, budget=24 * 2**20), strict=True
+    ):
+        assert found == losses
+        assert places == ["device", "device", "host", "host"]
+        assert most["host"] >= 8 * 4 * 512 * 128 * 4
+        assert most["nvme"] == 0
+    said = [line for line in capfd.readouterr().out.splitlines() if 'keep="auto"' in line]
+    assert len(said) == 2  # of the first rank, one for each choice
+    assert "wait on the device: a step takes" in said[0]
+    assert "wait in host memory: with all of them on the device" in said[1]
+
+
+def test_a_folder_is_the_last_place(ranks: Any, tmp_path: Path) -> None:
+    (_, places, most), *_ = ranks(1, train, "auto", [64], path=str(tmp_path))
+    assert places == ["device"]  # a CPU has one memory, and there is room in it
+    assert most["nvme"] == 0
+
+
+def test_a_budget_is_for_auto_alone() -> None:
+    with pytest.raises(ValueError, match='budget=5 is for keep="auto"'):
+        zf.checkpoint_blocks(Net(), keep="host", budget=5)
+    with pytest.raises(ValueError, match='or "auto" of zf.checkpoint_blocks'):
+        zf.checkpoint_blocks(Net(), keep="attic")

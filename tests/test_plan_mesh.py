@@ -1,0 +1,211 @@
+"""The plan of tensor-parallel ranks and pipeline stages: what each holds, keeps, sends and waits for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed.pipelining as torch_pipelining
+from tests.plan_models import H200, gpt
+from tests.test_plan_command import invoke
+
+import zerofold as zf
+from zerofold.plan.memory import memory
+from zerofold.plan.pipelining import in_flight
+from zerofold.plan.point import Point
+from zerofold.plan.shape import ROOT, ModelShape, UnitShape
+from zerofold.plan.times import times
+from zerofold.plan.traffic import traffic
+
+MODEL = gpt(layers=16, hidden=1024, heads=16, tokens=512)
+MACHINE = replace(H200, devices=16)
+WORDS, WIDTH, LAYERS = 32768, 1024, 16
+
+
+def held(point: Point, model: ModelShape = MODEL) -> dict[str, int]:
+    return memory(model, MACHINE, point).device
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name", "chunks"),
+    [
+        ("interleaved", "ScheduleInterleaved1F1B", 2),
+        ("interleaved", "ScheduleInterleaved1F1B", 3),
+        ("zero_bubble", "ScheduleInterleavedZeroBubble", 2),
+        ("zbv", "ScheduleZBVZeroBubble", 2),
+    ],
+)
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 4), (4, 16)])
+def test_micro_batches_at_once_are_those_of_torchs_schedules(
+    schedule: str, name: str, chunks: int, stages: int, micro_batches: int
+) -> None:
+    """Counted in torch's own order of a rank's work: a chunk's activations are there from its forward to the end of
+    its backward."""
+    last = stages * chunks - 1
+    of_rank = [0, last] if schedule == "zbv" else [chunk * stages for chunk in range(chunks)]
+    made: Any = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=stages * chunks,
+            group_size=stages,
+            group_rank=0,
+            group=None,
+            has_backward=False,
+            is_first=index == 0,
+            is_last=index == last,
+            submod=None,
+            stage_index_to_group_rank={},
+        )
+        for index in of_rank
+    ]
+    order = getattr(torch_pipelining, name)(made, micro_batches, loss_fn=lambda out, target: out).pipeline_order
+    most = 0
+    for actions in order.values():
+        alive = 0
+        for action in actions:
+            kind = None if action is None else action.computation_type.name
+            alive += kind == "FORWARD"
+            most = max(most, alive)
+            alive -= kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT")
+    point = Point(pipeline=stages, accumulate=micro_batches, schedule=schedule, chunks=chunks)
+    assert in_flight(point) == pytest.approx(most / chunks)
+
+
+def test_tensor_ranks_share_matrices_and_not_norms() -> None:
+    whole, fourth = (held(Point(stage="0", precision="fp32", tensor=degree)) for degree in (1, 4))
+    block_whole = 6 * WIDTH  # of a block: two norms, weights and biases, and the biases of two rows of matrices
+    root_whole = (512 + 2) * WIDTH  # positions and the last norm
+    cut = MODEL.parameters - LAYERS * block_whole - root_whole
+    expected = 4 * (cut / 4 + LAYERS * block_whole + root_whole)
+    assert fourth["parameters"] == pytest.approx(expected, rel=1e-4)  # and padding
+    assert whole["parameters"] == pytest.approx(4 * MODEL.parameters, rel=1e-4)
+
+
+def test_activations_are_cut_where_tensor_parallelism_cuts_them() -> None:
+    everything = Point(stage="1", micro_batch=4, checkpoint_every=0)
+    plain = held(everything)
+    four = held(replace(everything, tensor=4))
+    norms = held(replace(everything, tensor=4, sequence_parallel=True))
+    logits = held(replace(everything, tensor=4, loss_parallel=True))
+    assert four["working activations"] / plain["working activations"] == pytest.approx(1 / 4 + 3 / 16, rel=1e-3)
+    assert norms["working activations"] / plain["working activations"] == pytest.approx(1 / 8 + 7 / 32, rel=1e-3)
+    assert four["logits"] == plain["logits"] == 4 * logits["logits"]
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_checkpoints_in_parts_are_smaller_by_the_tensor_degree(degree: int) -> None:
+    point = Point(stage="1", micro_batch=4, checkpoint_every=1, tensor=degree)
+    whole, parts = held(point), held(replace(point, partition=True))
+    assert parts["activation checkpoints"] * degree == whole["activation checkpoints"]
+    sent = traffic(MODEL, MACHINE, replace(point, partition=True)).bytes
+    assert 0 < sent["all_gather", "tensor"] <= 0.1 * sent["all_reduce", "tensor"]
+    # Two blocks' are put together at a time: all that is left of the saving is on the device's peak.
+    saved = (
+        memory(MODEL, MACHINE, point).device_peak - memory(MODEL, MACHINE, replace(point, partition=True)).device_peak
+    )
+    one = whole["activation checkpoints"] / LAYERS
+    assert 0 <= saved <= (LAYERS - 2) * one * (1 - 1 / degree) + 1
+    on_host = memory(MODEL, MACHINE, replace(point, partition=True, checkpoints_on="host"))
+    assert on_host.host["activation checkpoints"] * degree == whole["activation checkpoints"]
+
+
+def test_a_stage_of_a_pipeline_keeps_units_gathered_and_gradients_whole() -> None:
+    point = Point(stage="3", pipeline=4, accumulate=8, checkpoint_every=1)
+    found = held(point)
+    of_stage = sum(unit.trained * (unit.count // 4 if unit.name else 1) for unit in MODEL.units)
+    assert found["gathered units"] == pytest.approx(2 * of_stage, rel=1e-3)
+    assert found["local gradients"] == pytest.approx(4 * of_stage, rel=0.2)  # and one unit's, as autograd makes it
+    assert found["local gradients"] > 4 * of_stage
+    without = held(replace(point, pipeline=1))
+    assert without["gathered units"] < 0.5 * 2 * MODEL.parameters
+    assert without["local gradients"] < found["local gradients"]
+    second = held(replace(point, stage="2"))
+    assert second["local gradients"] == found["local gradients"]
+    # Stage 1 has the same sums among its states.
+    first = held(replace(point, stage="1"))
+    assert first["gradients"] - second["gradients"] == pytest.approx(4 * of_stage, rel=1e-3)
+
+
+def test_both_ends_of_a_pipeline_have_a_table_of_words() -> None:
+    table = WORDS * WIDTH
+    tied = (table, 512 * WIDTH, WIDTH, WIDTH)
+    units = tuple(unit if unit.name else replace(unit, tensors=tied, trained=sum(tied)) for unit in MODEL.units)
+    root = units[0]
+    untied = replace(root, tensors=(*tied, table), trained=sum(tied) + table)
+    point = Point(stage="0", precision="fp32", pipeline=4, accumulate=4)
+    shared = held(point, replace(MODEL, units=units))["parameters"]
+    apart = held(point, replace(MODEL, units=(untied, *units[1:])))["parameters"]
+    assert shared == apart  # the first stage has the embedding, the last the head
+    assert root.name == ROOT
+    assert isinstance(root, UnitShape)
+
+
+def test_schedules_trade_memory_for_waiting() -> None:
+    found = {
+        schedule: (
+            held(Point(stage="1", pipeline=4, accumulate=16, checkpoint_every=1, schedule=schedule)),
+            times(MODEL, MACHINE, Point(stage="1", pipeline=4, accumulate=16, schedule=schedule)).exposed["pipeline"],
+        )
+        for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+    }
+    kept = {schedule: lines["activation checkpoints"] for schedule, (lines, _) in found.items()}
+    waits = {schedule: waited for schedule, (_, waited) in found.items()}
+    assert kept["gpipe"] == 4 * kept["1f1b"]
+    assert kept["interleaved"] == pytest.approx(kept["1f1b"] * 5.5 / 4)
+    assert kept["zero_bubble"] == kept["zbv"] == kept["1f1b"]
+    assert waits["gpipe"] == waits["1f1b"] > 1.9 * waits["interleaved"]
+    assert waits["interleaved"] > waits["zero_bubble"] > waits["zbv"]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_checkpoints_on_the_host_take_time_on_a_slow_bus_alone(pipeline: int) -> None:
+    point = Point(stage="1", micro_batch=4, checkpoint_every=1, pipeline=pipeline, accumulate=4)
+    here, there = (times(MODEL, MACHINE, replace(point, checkpoints_on=each)) for each in ("device", "host"))
+    assert there.step == pytest.approx(here.step)  # hidden behind compute
+    slow = replace(MACHINE, to_host=replace(MACHINE.to_host, rate=1e8))
+    late = times(MODEL, slow, replace(point, checkpoints_on="host"))
+    bytes_moved = 4 * 2 * (4 * 512 * WIDTH * 2) * LAYERS / pipeline  # micro-batches, down and up, of a stage's blocks
+    waited = late.exposed["host"]
+    assert 0.9 * bytes_moved / 1e8 - here.compute < waited < 1.1 * bytes_moved / 1e8
+    assert late.efficiency < here.efficiency
+    parts = times(MODEL, slow, replace(point, tensor=4, partition=True, checkpoints_on="host"))
+    whole = times(MODEL, slow, replace(point, tensor=4, checkpoints_on="host"))
+    assert parts.exposed["host"] < 0.3 * whole.exposed["host"]
+
+
+def test_the_command_shows_the_mesh_and_its_costs() -> None:
+    sizes = ["--layers", "16", "--hidden", "1024", "--heads", "16", "--world-size", "8"]
+    degrees = ["--tensor", "2", "--pipeline", "2", "--accumulate", "4"]
+    done = invoke(*sizes, *degrees)
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    assert "8 devices: data 2, tensor 2, pipeline 2 (1f1b)" in text
+    assert "a stage waits 20% of its time for others" in text
+    assert "mesh=zf.mesh(data=2, tensor=2, pipeline=2)" in text
+    found = json.loads(invoke(*sizes, *degrees, "--json").output)
+    assert found["mesh"]["bubble"] == pytest.approx(1 / 5)
+    assert found["mesh"]["in_flight"] == 2
+    sent = {(each["collective"], each["group"]) for each in found["stages"][3]["sent"]}
+    assert {("all_reduce", "tensor"), ("send", "pipeline")} <= sent
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tensor": 3}, "tensor=3 does not divide the 16 attention heads"),
+        ({"tensor": 2, "pipeline": 3}, "do not divide 8 devices"),
+        ({"pipeline": 8, "schedule": "interleaved", "chunks": 4}, "needs at least 32 blocks"),
+        ({"schedule": "2f2b", "pipeline": 2}, "choose gpipe, 1f1b, interleaved, zero_bubble or zbv"),
+        ({"partition": True}, "tensor is 1"),
+        ({"partition": True, "tensor": 2, "sequence_parallel": True}, "nothing to cut"),
+        ({"keep": "attic"}, "keep='attic' is not known"),
+        ({"keep": "host", "checkpoint_every": 0}, "add checkpoint_every=1"),
+    ],
+)
+def test_degrees_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        zf.plan(layers=16, hidden=1024, heads=16, world_size=8, **given)
+    assert said in str(caught.value)
