@@ -17,8 +17,17 @@ class Part:
     ZeRO cuts what a rank has, and never asks what it is a part of. Norms ask, since a parameter that several ranks
     hold alike counts once, and checkpoints, which store whole parameters.
 
+    Where several matrices are stored as one (query, key and value), the dimension has `blocks` of equal length, and
+    the rank has the same range of each:
+
+        whole   [ q0 q1 | k0 k1 | v0 v1 ]      blocks=3
+        rank 1  [ q1 k1 v1 ]                   start and stop are those of q1 in the first block
+
     >>> Part(torch.Size([8, 4]), dim=0, start=4, stop=8, counts=True).local_shape
     torch.Size([4, 4])
+    >>> fused = Part(torch.Size([12, 4]), dim=0, start=2, stop=4, counts=True, blocks=3)
+    >>> fused.ranges, fused.local_shape
+    (((2, 4), (6, 8), (10, 12)), torch.Size([6, 4]))
     """
 
     shape: torch.Size  # of the whole
@@ -26,12 +35,30 @@ class Part:
     start: int
     stop: int
     counts: bool  # in norms and checkpoints: one of the ranks that hold the same values does
+    blocks: int = 1  # of equal length along the dimension, each cut alike
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Starts and stops along the dimension of the whole, in the order in which the rank has them."""
+        length = 0 if self.dim is None else self.shape[self.dim] // self.blocks
+        return tuple((self.start + block * length, self.stop + block * length) for block in range(self.blocks))
 
     @property
     def local_shape(self) -> torch.Size:
         if self.dim is None:
             return self.shape
-        return torch.Size((*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :]))
+        length = self.blocks * (self.stop - self.start)
+        return torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The rank's part of a tensor that has the shape of the whole, in memory of its own.
+
+        >>> Part(torch.Size([4]), dim=0, start=1, stop=2, counts=True, blocks=2).of(torch.arange(4))
+        tensor([1, 3])
+        """
+        if self.dim is None:
+            return whole
+        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
 
 def set_part(parameter: Tensor, part: Part) -> None:
