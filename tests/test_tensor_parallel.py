@@ -1,20 +1,21 @@
-"""`zf.tensor_parallel`: layers that ranks share give what one process gives, with every row of ZeRO over the data axis."""
+"""`zf.tensor_parallel`: layers that ranks share give what one process gives, with every row of ZeRO over the data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-import models
 import pytest
 import torch
-import zoo
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import models
 import zerofold as zf
-from zerofold.bench.gpt import GPT as BenchGPT
-from zerofold.bench.gpt import GPTSize
-from zerofold.train.gpt import GPT, GPTConfig
+import zoo
+from zerofold.bench import gpt as bench
+from zerofold.train import gpt as train
 
 STEPS, SAMPLES = 10, 4
 Batch = dict[str, Tensor]
@@ -34,11 +35,11 @@ def tiny_gpt() -> nn.Module:
 
 
 def train_gpt() -> nn.Module:
-    return GPT(GPTConfig(layers=2, hidden=24, heads=2, seq=models.SEQUENCE, vocab=models.VOCABULARY))
+    return train.GPT(train.GPTConfig(layers=2, hidden=24, heads=2, seq=models.SEQUENCE, vocab=models.VOCABULARY))
 
 
 def bench_gpt() -> nn.Module:
-    return BenchGPT(GPTSize(vocab=models.VOCABULARY, width=24, layers=2, heads=2, seq=models.SEQUENCE))
+    return bench.GPT(bench.GPTSize(vocab=models.VOCABULARY, width=24, layers=2, heads=2, seq=models.SEQUENCE))
 
 
 def tokens(step: int) -> Batch:
@@ -86,12 +87,17 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return out if isinstance(out, Tensor) else out.loss
 
 
+def half_of(batch: Batch, number: int) -> Batch:
+    return {key: value[SAMPLES // 2 * number : SAMPLES // 2 * (number + 1)] for key, value in batch.items()}
+
+
+@cache
 def alone(name: str, clip: float | None = None) -> list[float]:
-    """One process, all samples."""
+    """One process, all samples: in halves, since an auxiliary loss of all is not the mean of those of the halves."""
     model, optimizer = build(name)
     losses = []
     for step in range(STEPS):
-        loss = loss_of(model, MODELS[name][1](step))
+        loss = sum((loss_of(model, half_of(MODELS[name][1](step), half)) for half in (0, 1)), torch.zeros(())) / 2
         loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -101,26 +107,34 @@ def alone(name: str, clip: float | None = None) -> list[float]:
     return losses
 
 
+def mean_of(loss: Tensor) -> float:
+    """Over the data axis; the ranks of the tensor axis have the same."""
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, mesh: zf.Mesh) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, half_of(MODELS[name][1](step), mesh.coordinate["data"]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_of(loss))
+    zf.close(model)
+    return losses
+
+
 def spread(name: str, stage: int, wishes: dict[str, bool] | None = None, **settings: Any) -> list[float]:
-    """The same, over data 2 x tensor 2: a half of the samples each."""
+    """The same, over data 2 x tensor 2."""
     torch.set_num_threads(1)
     model, optimizer = build(name)
     mesh = zf.mesh(tensor=2, device="cpu")
     if wishes:
         zf.tensor_parallel(model, mesh, **wishes)
     zf.prepare(model, optimizer, stage=stage, mesh=mesh, **settings)
-    half = slice(SAMPLES // 2 * mesh.coordinate["data"], SAMPLES // 2 * (mesh.coordinate["data"] + 1))
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(model, {key: value[half] for key, value in MODELS[name][1](step).items()})
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean)
-        losses.append(mean.item() / 4)
-    zf.close(model)
-    return losses
+    return steps(model, optimizer, name, mesh)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -129,3 +143,20 @@ def test_losses_are_those_of_one_process(ranks: Any, name: str, stage: int) -> N
     expected = alone(name)
     for losses in ranks(4, spread, name, stage):
         assert losses == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tests", "train", "bench", "llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize(
+    "wishes",
+    [{"sequence_parallel": True}, {"loss_parallel": True}, {"sequence_parallel": True, "loss_parallel": True}],
+    ids=["sequence", "loss", "both"],
+)
+def test_parts_of_the_sequence_and_of_the_words(ranks: Any, name: str, wishes: dict[str, bool]) -> None:
+    for losses in ranks(4, spread, name, 3, wishes):
+        assert losses == pytest.approx(alone(name), abs=1e-5)
+
+
+def test_a_clipped_norm_is_that_of_one_process(ranks: Any) -> None:
+    for stage in (0, 3):
+        for losses in ranks(4, spread, "llama", stage, {"sequence_parallel": True}, clip=0.1):
+            assert losses == pytest.approx(alone("llama", 0.1), abs=1e-5)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-_ATTRIBUTE = "_zerofold_part"
+_ATTRIBUTE, _GROUP = "_zerofold_part", "_zerofold_part_group"
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,20 @@ class Part:
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
 
-def set_part(parameter: Tensor, part: Part) -> None:
+def set_part(parameter: Tensor, part: Part, group: dist.ProcessGroup | None = None) -> None:
+    """`group`: the ranks that have the other parts, in their order, on the parameter's device."""
     setattr(parameter, _ATTRIBUTE, part)
+    if group is not None:
+        setattr(parameter, _GROUP, group)
 
 
 def part_of(parameter: Tensor) -> Part | None:
     """None for a parameter that no axis of model parallelism touches: it is whole, and counts."""
     found = vars(parameter).get(_ATTRIBUTE)
     return found if isinstance(found, Part) else None
+
+
+def group_of(parameter: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that have the other parts of this parameter; None where it is whole, or they were not told."""
+    part, found = part_of(parameter), vars(parameter).get(_GROUP)
+    return found if part is not None and part.dim is not None and isinstance(found, dist.ProcessGroup) else None

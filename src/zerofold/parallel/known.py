@@ -100,7 +100,7 @@ def _is_conv(module: nn.Module | None) -> bool:
 
 def check_divides(number: int, what: str, name: str, ranks: int) -> None:
     if number % ranks:
-        fitting = [degree for degree in range(ranks, 0, -1) if number % degree == 0][0]
+        fitting = next(degree for degree in range(ranks, 0, -1) if number % degree == 0)
         raise ValueError(
             f"tensor={ranks}: '{name or 'the model'}' has {number} {what}, which do not divide by {ranks}: choose "
             f"tensor={fitting}, or give a plan= that leaves it whole"
@@ -117,14 +117,14 @@ def _separate_attention(name: str, module: nn.Module, wish: Wish) -> Plan:
     width = getattr(module, "head_dim", None)
     if linears is None or not isinstance(width, int) or not hasattr(module, "num_key_value_groups"):
         return {}
-    norms = [inner for inner in ("q_norm", "k_norm") if inner in module._modules]
+    norms = [inner for inner, _ in module.named_children() if inner in ("q_norm", "k_norm")]
     others = {n.split(".")[0] for n, _ in module.named_parameters()} - {"q_proj", "k_proj", "v_proj", "o_proj", *norms}
-    if others or any(p.shape != (width,) for inner in norms for p in module._modules[inner].parameters()):  # type: ignore[union-attr]
-        return {}
+    if others or any(p.shape != (width,) for norm in norms for p in module.get_submodule(norm).parameters()):
+        return {}  # a norm over all heads would need the others' numbers
     check_divides(linears[0].out_features // width, "attention heads", name, wish.ranks)
     check_divides(linears[1].out_features // width, "key-value heads", name, wish.ranks)
     columns = {inner: ColwiseParallel() for inner in ("q_proj", "k_proj", "v_proj")}
-    by_head = {inner: SummedGradients() for inner in norms}
+    by_head: Plan = {inner: SummedGradients() for inner in norms}
     return {"": SharedInput("hidden_states"), **columns, "o_proj": _rows(wish), **by_head}
 
 
@@ -153,11 +153,11 @@ def _fused_attention(name: str, module: nn.Module, wish: Wish) -> Plan:
 
 def _conv_attention(name: str, module: nn.Module, wish: Wish) -> Plan:
     """GPT-2's."""
-    inner, width = module._modules, getattr(module, "head_dim", None)
-    is_known = _is_conv(inner.get("c_attn")) and _is_conv(inner.get("c_proj")) and isinstance(width, int)
+    inner, heads = module._modules, getattr(module, "num_heads", None)
+    is_known = _is_conv(inner.get("c_attn")) and _is_conv(inner.get("c_proj")) and isinstance(heads, int)
     if not is_known or "q_attn" in inner or not hasattr(module, "split_size"):
         return {}
-    check_divides(module.split_size // width, "attention heads", name, wish.ranks)  # type: ignore[operator]
+    check_divides(int(module.num_heads), "attention heads", name, wish.ranks)  # type: ignore[arg-type]
     columns = CutLayer({"weight": 1, "bias": 0}, blocks=3, takes=WHOLE, gives=None)
     return {"": LocalCounts("split_size", "num_heads"), "c_attn": columns, "c_proj": _conv_rows(wish)}
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -43,7 +44,7 @@ class Views:
             held = module._parameters.get(name)
             local = module._buffers[name] if held is None else held
             assert local is not None
-            shown: Tensor = DTensor.from_local(
+            shown = DTensor.from_local(
                 local,
                 self.mesh,
                 [view.placement],
@@ -51,7 +52,7 @@ class Views:
                 shape=view.shape,
                 stride=contiguous_strides(view.shape),  # both, or uneven pieces would be taken for even ones
             )
-            module.__dict__[name] = shown.to_local(grad_placements=[Partial()]) if view.is_local else shown  # type: ignore[attr-defined]
+            module.__dict__[name] = shown.to_local(grad_placements=[Partial()]) if view.is_local else shown
 
     def hide(self, module: nn.Module, args: Any, output: Any) -> None:
         for name in self.views:
@@ -62,7 +63,7 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def cut(parameter: nn.Parameter, mesh: DeviceMesh, dim: int, *, blocks: int = 1) -> Part:
+def cut(parameter: Tensor, mesh: DeviceMesh, dim: int, *, blocks: int = 1) -> Part:
     """Leaves this rank's even piece in the parameter, which stays the same object."""
     known = part_of(parameter)
     shape = parameter.shape if known is None else known.shape
@@ -71,7 +72,7 @@ def cut(parameter: nn.Parameter, mesh: DeviceMesh, dim: int, *, blocks: int = 1)
     counts = known is None or known.counts
     part = Part(shape, dim, start, start + length, counts, blocks)
     if known is None or known.dim is None:
-        keep(parameter, part.of(parameter.detach()), part)
+        keep(parameter, part.of(parameter.detach()), part, mesh)
     elif known != part:
         raise ValueError(
             f"a parameter of shape {tuple(known.shape)} that two modules share would be cut along dimension {dim} for "
@@ -80,11 +81,23 @@ def cut(parameter: nn.Parameter, mesh: DeviceMesh, dim: int, *, blocks: int = 1)
     return part
 
 
-def keep(parameter: Tensor, piece: Tensor, part: Part) -> None:
+def keep(parameter: Tensor, piece: Tensor, part: Part, mesh: DeviceMesh) -> None:
     assert piece.shape == part.local_shape, f"{tuple(piece.shape)} is no {part}"
     parameter.grad = None
     parameter.data = piece
-    set_part(parameter, part)
+    set_part(parameter, part, mesh.get_group())
+
+
+def is_in_a_graph(parameter: Tensor) -> bool:
+    """Whether the graph of an earlier forward is alive that ends in the parameter, and remembers its shape.
+
+    Autograd keeps the node of a leaf as long as some graph holds it, and makes another afterwards: a mark that is
+    still there when it is asked for again tells.
+    """
+    if not parameter.requires_grad or parameter.device.type == "meta":
+        return False
+    get_gradient_edge(parameter).node.metadata["zerofold"] = "seen"
+    return "zerofold" in get_gradient_edge(parameter).node.metadata
 
 
 def part_of_placement(shape: torch.Size, placement: Placement, mesh: DeviceMesh) -> Part:
