@@ -311,7 +311,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         spread_once,
         (zoo.mixtral,),
         {"sequence_parallel": True},
-        "'model.layers.0.mlp.gate' is not known to work on a part",
+        "'model.layers.0.mlp.gate' is not known to work",
     ),
     (spread_once, (odd_words,), {"loss_parallel": True}, "'head' has 97 words, which do not divide by 2"),
     (spread_once, (odd_mlp, {"0": "columns"}), {}, "plan must be a dict {module name: torch ParallelStyle}"),

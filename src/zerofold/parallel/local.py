@@ -96,8 +96,10 @@ def is_in_a_graph(parameter: Tensor) -> bool:
     """
     if not parameter.requires_grad or parameter.device.type == "meta":
         return False
-    get_gradient_edge(parameter).node.metadata["zerofold"] = "seen"
-    return "zerofold" in get_gradient_edge(parameter).node.metadata
+    marks: Any = get_gradient_edge(parameter).node.metadata  # a dict; torch declares a method
+    marks["zerofold"] = "seen"
+    marks = get_gradient_edge(parameter).node.metadata
+    return "zerofold" in marks
 
 
 def part_of_placement(shape: torch.Size, placement: Placement, mesh: DeviceMesh) -> Part:
