@@ -62,11 +62,21 @@ class Part:
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
 
+class _Peers:
+    """Who has the other parts. It pickles as nobody."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Peers, ()
+
+
 def set_part(parameter: Tensor, part: Part, group: dist.ProcessGroup | None = None) -> None:
     """`group`: the ranks that have the other parts, in their order, on the parameter's device."""
     setattr(parameter, _ATTRIBUTE, part)
     if group is not None:
-        setattr(parameter, _GROUP, group)
+        setattr(parameter, _GROUP, _Peers(group))
 
 
 def part_of(parameter: Tensor) -> Part | None:
@@ -78,4 +88,4 @@ def part_of(parameter: Tensor) -> Part | None:
 def group_of(parameter: Tensor) -> dist.ProcessGroup | None:
     """The ranks that have the other parts of this parameter; None where it is whole, or they were not told."""
     part, found = part_of(parameter), vars(parameter).get(_GROUP)
-    return found if part is not None and part.dim is not None and isinstance(found, dist.ProcessGroup) else None
+    return found.group if part is not None and part.dim is not None and isinstance(found, _Peers) else None

@@ -34,6 +34,9 @@ class Views:
     def __init__(self, mesh: DeviceMesh, views: Mapping[str, View]) -> None:
         self.mesh, self.views = mesh, dict(views)
 
+    def __deepcopy__(self, memo: object) -> Views:
+        return self  # for the copy of a module too: there is one mesh
+
     def install(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self.show)
         # always_call: neither a forward that raises nor a recomputation that stops early may leave them there.

@@ -75,8 +75,11 @@ def tensor_parallel(
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Whether `tensor_parallel` or `take_in` was here."""
-    return any(hasattr(module, _ATTRIBUTE) for module in model.modules())
+    """Whether `tensor_parallel` or `take_in` was here, or somebody who has cut parameters by hand."""
+    parts = (part_of(parameter) for parameter in model.parameters())
+    return any(hasattr(module, _ATTRIBUTE) for module in model.modules()) or any(
+        part is not None and part.dim is not None for part in parts
+    )
 
 
 def take_in(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
@@ -200,7 +203,8 @@ def _put_back(original: nn.Parameter, shown: DTensor, axis: DeviceMesh, name: st
     """The parameter that was there, with this rank's values."""
     part, known = part_of_placement(shown.shape, shown.placements[0], axis), part_of(original)
     if known is None or known.dim is None:
-        keep(original, shown.to_local().detach().clone(), part, axis)  # a clone: torch's is a view of the whole
+        # A clone: torch's is a view of the whole. It may be on the mesh's device, and the others are where they were.
+        keep(original, shown.to_local().detach().clone().to(original.device), part, axis)
     elif known != part:
         raise ValueError(
             f"plan: '{name}' of shape {tuple(part.shape)} belongs to two modules, and would be cut along dimension "
