@@ -20,17 +20,16 @@ VOCABULARY, SEQUENCE = 96, 16
 class Block(nn.Module):
     def __init__(self, width: int, heads: int, key_bias: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_dim = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.project = nn.Linear(width, 3 * width, bias=key_bias), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, self.head_dim))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 

@@ -23,6 +23,7 @@ from zerofold.observe.run import Run
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
 from zerofold.parallel.mesh import Mesh, mesh
+from zerofold.parallel.tensor import tensor_parallel
 from zerofold.park import offload_states, reload_states
 from zerofold.plan.call import plan
 from zerofold.precision import Precision
@@ -86,4 +87,5 @@ __all__ = [
     "shard",
     "simulate",
     "stage",
+    "tensor_parallel",
 ]

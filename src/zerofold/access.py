@@ -21,6 +21,7 @@ def full(tensor: Tensor) -> Tensor:
 
     All ranks must call it for a sharded tensor. Any other tensor comes back as a detached copy. A gradient's memory
     is used again by the next backward; what this returns is not. Of a 16-bit parameter it gives the fp32 master.
+    Where tensor parallelism has cut a layer, the whole is what this rank's tensor index has of it.
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 32), stage=3)
@@ -51,7 +52,8 @@ def full_params(model: nn.Module, *, from_rank: int | None = None, masters: bool
 
     Changes are kept. Every rank must make the same ones; or one rank makes them and `from_rank` names it. All ranks
     must enter. With 16-bit precision these are the fp32 masters, and forwards compute in fp32; `masters=False` takes
-    the 16-bit parameters instead, for many forwards in half the memory. Those cannot be changed.
+    the 16-bit parameters instead, for many forwards in half the memory. Those cannot be changed. Where tensor
+    parallelism has cut a layer, they are this rank's part of it, and so are changes.
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 32), stage=3)

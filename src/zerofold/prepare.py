@@ -32,6 +32,7 @@ from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
 from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
+from zerofold.parallel.tensor import has_dtensors, is_tensor_parallel, rebase, take_in, tensor_parallel
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
 from zerofold.state_dicts import StateDicts
@@ -96,6 +97,8 @@ def prepare(
             chosen["offload"] = offload
         clip = settings.clip
         scheduler = scheduler or scheduler_of(settings, optimizer)
+    if isinstance(mesh, Mesh):
+        rebase(optimizer, _spread(model, mesh))
     shard(
         model,
         units=units,
@@ -145,7 +148,8 @@ def shard(
                   have no master: they live in the compute dtype alone
     units         modules gathered as one: a class or classes, a predicate (name, module), a least number of
                   parameters, or None to find repeated blocks
-    mesh          a `zf.mesh`, over whose data axis states are placed; or a DeviceMesh to shard over, of one dimension
+    mesh          a `zf.mesh`, over whose data axis states are placed, and over whose tensor axis `zf.tensor_parallel`
+                  spreads the layers, if that was not done before; or a DeviceMesh to shard over, of one dimension
                   or of two (groups × ranks in a group); else all ranks
     cost          with cut="whole": what updating a parameter costs, to balance owners by; its bytes by default
     init          for a model on the meta device: fills the parameters and buffers of one module. By default Hugging
@@ -175,6 +179,8 @@ def shard(
     >>> zf.close(model)
     """
     _check_ready(model)
+    if isinstance(mesh, Mesh):
+        _spread(model, mesh)
     spread, mesh = (mesh, mesh.zero) if isinstance(mesh, Mesh) else (None, mesh)
     _check_kinds(mesh, cost=cost, init=init)
     control = make_control(mesh, overlap=overlap)
@@ -280,6 +286,17 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
         finish_saving(engine)
     finally:
         engine.remove(gather=gather)
+
+
+def _spread(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
+    """Over the tensor axis, unless that was done before. What stands for DTensors now, by their ids."""
+    _check_ready(model)
+    if mesh.tensor == 1 or is_tensor_parallel(model) or Engine.is_on(model):
+        return {}
+    if has_dtensors(model):
+        return take_in(model, mesh)
+    tensor_parallel(model, mesh)
+    return {}
 
 
 def _materialiser(model: nn.Module, plan: _Plan, init: Init | None) -> Materialiser | None:

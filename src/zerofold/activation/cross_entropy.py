@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from zerofold.part import group_of, part_of
 
 _REDUCTIONS = ("mean", "sum", "none")
 TOKENS, VOCABULARY = 2048, 16384
@@ -37,6 +40,8 @@ def cross_entropy(
     The log-sum-exp is in fp32. Backward computes the logits again, a third more work in the head. Call it inside the
     forward of the model that has the weight, which then is gathered like any other: `zf.cross_entropy(x,
     self.head.weight, targets)`; tied embeddings too. With reduction="none" the losses have the shape of `targets`.
+    Where tensor parallelism has cut the weight over the vocabulary, each rank computes the logits of its words, and
+    the ranks tell each other three numbers per token.
 
     >>> import torch, zerofold as zf
     >>> hidden, weight = torch.ones(3, 4), torch.zeros(8, 4)
@@ -44,11 +49,12 @@ def cross_entropy(
     tensor(8.)
     """
     _check(hidden, weight, targets, bias, chunk, vocabulary_chunk, label_smoothing, reduction)
+    words = _Words.of(weight)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype is not torch.float64:  # which autocast leaves
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    tiles = _Tiles(chunk, vocabulary_chunk, ignore_index, label_smoothing)
+    tiles = _Tiles(chunk, vocabulary_chunk, ignore_index, label_smoothing, words)
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     losses: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, wanted, tiles)
     if reduction == "none":
@@ -58,11 +64,32 @@ def cross_entropy(
     return losses.sum() / (wanted != ignore_index).sum()
 
 
+class _Words(NamedTuple):
+    """Of the vocabulary, those that this rank has."""
+
+    start: int
+    total: int  # in the vocabulary
+    group: dist.ProcessGroup | None  # of those who have the others
+
+    @staticmethod
+    def of(weight: Tensor) -> _Words:
+        part, group = part_of(weight), group_of(weight)
+        if part is None or part.dim is None:
+            return _Words(0, len(weight), None)
+        if part.dim != 0 or part.blocks != 1 or group is None:
+            raise ValueError(
+                f"cross_entropy: the weight is a part of {tuple(part.shape)} along dimension {part.dim}: cut a head "
+                "over its words, dimension 0, by zf.tensor_parallel"
+            )
+        return _Words(part.start, part.shape[0], group)
+
+
 class _Tiles(NamedTuple):
     tokens: int
     words: int
     ignore_index: int
     smoothing: float
+    here: _Words
 
 
 class _Ranges(NamedTuple):
@@ -108,6 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         to_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
         to_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if wants_bias else None
         gradient = gradient.masked_fill(targets == tiles.ignore_index, 0)
+        group = tiles.here.group
         with torch.autocast(hidden.device.type, enabled=False):
             for tokens in _tokens(hidden, tiles):
                 part = hidden[tokens]
@@ -115,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 for words in _words(weight, tiles):
                     ranges = _Ranges(tokens, words)
                     tile = _logits(part, weight, bias, words).sub_(sums[tokens, None]).exp_()
-                    to_logits = _to_logits(tile, targets, gradient, tiles, ranges, len(weight)).to(hidden.dtype)
+                    to_logits = _to_logits(tile, targets, gradient, tiles, ranges).to(hidden.dtype)
                     del tile
                     if row is not None:
                         row += to_logits @ weight[words]
@@ -124,6 +152,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     if to_bias is not None:
                         to_bias[words] += to_logits.sum(0, dtype=wide)
                     del to_logits
+                if row is not None and group is not None:
+                    dist.all_reduce(row, group=group)
                 if to_hidden is not None and row is not None:
                     to_hidden[tokens] = row
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
@@ -141,29 +171,39 @@ def _row(
     chosen, total = torch.zeros_like(sums), torch.zeros_like(sums)
     for words in _words(weight, tiles):
         tile = _logits(part, weight, bias, words)
-        is_here, index = _inside(wanted, words)
+        is_here, index = _inside(wanted - tiles.here.start, words)
         chosen += tile.gather(1, index[:, None])[:, 0].masked_fill_(~is_here, 0)
         if tiles.smoothing:
             total += tile.sum(1)
         sums = torch.logaddexp(sums, tile.logsumexp(1))
         del tile
+    vocabulary = tiles.here.total
+    if tiles.here.group is not None:
+        sums, chosen, total = _over_ranks(sums, chosen, total, tiles.here.group)
     losses = sums - chosen
     if tiles.smoothing:
-        losses = (1 - tiles.smoothing) * losses + tiles.smoothing * (sums - total / len(weight))
-    is_word = (wanted >= 0) & (wanted < len(weight))
+        losses = (1 - tiles.smoothing) * losses + tiles.smoothing * (sums - total / vocabulary)
+    is_word = (wanted >= 0) & (wanted < vocabulary)
     if part.device.type == "cpu" and not bool((is_word | (wanted == tiles.ignore_index)).all()):
-        raise ValueError(f"cross_entropy: a target is none of the {len(weight)} words: give 0 to {len(weight) - 1}")
+        raise ValueError(f"cross_entropy: a target is none of the {vocabulary} words: give 0 to {vocabulary - 1}")
     # Elsewhere to look would wait for the device; a loss that is no number is seen.
     return losses.masked_fill_(~is_word, torch.nan).masked_fill_(wanted == tiles.ignore_index, 0), sums
 
 
-def _to_logits(
-    softmax: Tensor, targets: Tensor, gradient: Tensor, tiles: _Tiles, ranges: _Ranges, vocabulary: int
-) -> Tensor:
+def _over_ranks(sums: Tensor, chosen: Tensor, total: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all words, given those of each rank's own."""
+    top = sums.clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    told = torch.stack([(sums - top).exp(), chosen, total])
+    dist.all_reduce(told, group=group)
+    return top + told[0].log(), told[1], told[2]
+
+
+def _to_logits(softmax: Tensor, targets: Tensor, gradient: Tensor, tiles: _Tiles, ranges: _Ranges) -> Tensor:
     """The gradient of a tile of logits, in the memory of its softmax."""
-    is_here, index = _inside(targets[ranges.tokens], ranges.words)
+    is_here, index = _inside(targets[ranges.tokens] - tiles.here.start, ranges.words)
     if tiles.smoothing:
-        softmax -= tiles.smoothing / vocabulary
+        softmax -= tiles.smoothing / tiles.here.total
     share = is_here.to(softmax.dtype).mul_(tiles.smoothing - 1)
     return softmax.scatter_add_(1, index[:, None], share[:, None]).mul_(gradient[ranges.tokens, None])
 

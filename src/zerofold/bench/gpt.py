@@ -44,7 +44,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_dim = width // heads
         self.attention_norm = nn.LayerNorm(width)
         self.mlp_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
@@ -53,11 +53,10 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, width]
-        batch, seq, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, seq, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, seq, width / heads]
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, self.head_dim))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, seq, head_dim]; a part of the heads, maybe
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).reshape(batch, seq, width))
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
         change: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
         return x + change
 

@@ -37,7 +37,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         hidden = config.hidden
-        self.heads = config.heads
+        self.head_dim = hidden // config.heads
         self.attention_norm = nn.LayerNorm(hidden)
         self.query_key_value = nn.Linear(hidden, 3 * hidden, bias=False)
         self.attention_out = nn.Linear(hidden, hidden, bias=False)
@@ -50,11 +50,10 @@ class Block(nn.Module):
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
     def attention(self, x: Tensor, rotation: Tensor) -> Tensor:
-        batch, seq, hidden = x.shape
-        heads = self.query_key_value(x).view(batch, seq, 3 * self.heads, hidden // self.heads).transpose(1, 2)
-        query, key, value = heads.chunk(3, dim=1)  # each [batch, heads, seq, hidden / heads]
+        heads = self.query_key_value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key, value = heads.chunk(3, dim=1)  # each [batch, heads, seq, head_dim]; a part of the heads, maybe
         mixed = F.scaled_dot_product_attention(rotate(query, rotation), rotate(key, rotation), value, is_causal=True)
-        return self.attention_out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+        return self.attention_out(mixed.transpose(1, 2).flatten(2))
 
 
 class GPT(nn.Module):

@@ -1,0 +1,216 @@
+"""Ways to cut a module for which torch has no ParallelStyle, and what stands between modules that are cut.
+
+A rank's activations are whole, a part of the columns (between a layer cut by columns and one cut by rows), or, with
+sequence_parallel, a part of the sequence (between the blocks' layers):
+
+    whole ── norm ──►[ columns │ attention │ rows ]──► sum over ranks ──► whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from zerofold.parallel.local import View, Views, cut
+
+WHOLE, SEQUENCE, COLUMNS = Replicate(), Shard(1), Shard(-1)
+
+
+def placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    if isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [placement], run_check=False)
+
+
+def enter(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What all ranks have alike, and each uses for its part of the work: the gradients are summed."""
+    return placed(tensor, mesh, WHOLE).to_local(grad_placements=[Partial()])
+
+
+def leave(tensor: Tensor, mesh: DeviceMesh, layout: Placement = WHOLE) -> Tensor:
+    """Each rank's summand becomes the sum."""
+    return placed(tensor, mesh, Partial()).redistribute(placements=[layout]).to_local()
+
+
+class Several(ParallelStyle):
+    """One style after the other on the same module."""
+
+    def __init__(self, *styles: ParallelStyle) -> None:
+        self.styles = styles
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for style in self.styles:
+            style.src_data_rank = self.src_data_rank
+            module = style._apply(module, device_mesh)
+        return module
+
+
+class SharedInput(ParallelStyle):
+    """One DTensor for all layers inside that read the same input: its gradient is summed once, not for each of them."""
+
+    def __init__(self, *names: str) -> None:
+        """`names`: of further keyword arguments, beside the first argument."""
+        self.names = names
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            if args and isinstance(args[0], Tensor):
+                args = (placed(args[0], device_mesh, WHOLE), *args[1:])
+            tensors = {name: kwargs[name] for name in self.names if isinstance(kwargs.get(name), Tensor)}
+            return args, {**kwargs, **{name: placed(tensor, device_mesh, WHOLE) for name, tensor in tensors.items()}}
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        return module
+
+
+class CutLayer(ParallelStyle):
+    """A linear layer of any kind by columns or rows; several matrices that are stored as one are each cut."""
+
+    def __init__(
+        self, dims: Mapping[str, int | None], *, blocks: int = 1, takes: Placement, gives: Placement | None
+    ) -> None:
+        """`dims`: along which each parameter is cut; `gives` None leaves the output as it comes, a part of columns."""
+        self.dims, self.blocks, self.takes, self.gives = dims, blocks, takes, gives
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        views = {}
+        for name, parameter in module.named_parameters(recurse=False):
+            dim, shape = self.dims[name], parameter.shape
+            if dim is not None:
+                shape = cut(parameter, device_mesh, dim, blocks=self.blocks).shape
+            views[name] = View(WHOLE if dim is None else Shard(dim), shape)
+
+        def before(module: nn.Module, args: Any) -> Any:
+            return (placed(args[0], device_mesh, self.takes), *args[1:])
+
+        def after(module: nn.Module, args: Any, output: DTensor) -> Tensor:
+            return (output if self.gives is None else output.redistribute(placements=[self.gives])).to_local()
+
+        Views(device_mesh, views).install(module)
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return module
+
+
+class Experts(ParallelStyle):
+    """Experts that are stored in one parameter: every expert is cut by columns, then by rows.
+
+    They compute with ordinary tensors, since kernels for groups of matrices know no others. The router's weights
+    multiply each rank's summand, so their gradients are sums over ranks too.
+    """
+
+    def __init__(self, columns: str, rows: str) -> None:
+        self.columns, self.rows = columns, rows
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        cut(getattr(module, self.columns), device_mesh, 1, blocks=2)  # gate and up
+        cut(getattr(module, self.rows), device_mesh, 2)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            def taken(value: Any) -> Any:
+                is_differentiable = isinstance(value, Tensor) and value.is_floating_point()
+                return enter(value, device_mesh) if is_differentiable else value
+
+            return tuple(taken(value) for value in args), {name: taken(value) for name, value in kwargs.items()}
+
+        def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return leave(output, device_mesh)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+        return module
+
+
+class VocabularyRows(ParallelStyle):
+    """An embedding of which each rank has some words. With torch's RowwiseParallel every rank would compute the
+    gradient of the whole vocabulary and keep its part.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        part = cut(module.weight, device_mesh, 0)
+        if module.padding_idx is not None:
+            is_here = part.start <= module.padding_idx < part.stop
+            module.padding_idx = module.padding_idx - part.start if is_here else None
+        elsewhere: list[Tensor] = []  # which words of the call under way other ranks have
+
+        def before(module: nn.Module, args: Any) -> Any:
+            words = args[0] - part.start
+            elsewhere[:] = [(words < 0) | (words >= part.stop - part.start)]
+            return (words.masked_fill(elsewhere[0], 0),)
+
+        def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return leave(output.masked_fill(elsewhere.pop().unsqueeze(-1), 0), device_mesh)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return module
+
+
+class SummedGradients(ParallelStyle):
+    """A module that all ranks have alike and use for their own part: some heads, or some of the sequence.
+
+    It computes with ordinary tensors; the gradients of its parameters are summed over the ranks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        views = {name: View(WHOLE, p.shape, is_local=True) for name, p in module.named_parameters(recurse=False)}
+        Views(device_mesh, views).install(module)
+        return module
+
+
+class GatheredSequence(ParallelStyle):
+    """Puts together the parts of the sequence that a module gives.
+
+    As a DTensor, the gradient of what layers read may arrive as each rank's summand, and is summed and cut at once.
+    """
+
+    def __init__(self, *, as_dtensor: bool) -> None:
+        self.as_dtensor = as_dtensor
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            whole = placed(output, device_mesh, SEQUENCE).redistribute(placements=[WHOLE])
+            return whole if self.as_dtensor else whole.to_local()
+
+        module.register_forward_hook(after)
+        return module
+
+
+class CutSequence(ParallelStyle):
+    """Before the first block: from here on each rank has its part of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def cut_of(stream: Tensor) -> Tensor:
+            length, ranks = stream.shape[1], device_mesh.size()
+            if length % ranks:
+                raise ValueError(
+                    f"sequence_parallel: a sequence of {length} does not divide by tensor={ranks}: pad it to "
+                    f"{-(-length // ranks) * ranks}"
+                )
+            return placed(stream, device_mesh, WHOLE).redistribute(placements=[SEQUENCE]).to_local()
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            if args:
+                return (cut_of(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": cut_of(kwargs["hidden_states"])}
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        return module
+
+
+class LocalCounts(ParallelStyle):
+    """Attributes from which a module reads how many heads or columns it has: this rank's numbers."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in self.names:
+            setattr(module, name, getattr(module, name) // device_mesh.size())
+        return module
