@@ -23,6 +23,7 @@ from zerofold.observe.run import Run
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
 from zerofold.parallel.mesh import Mesh, mesh
+from zerofold.parallel.pipeline import Pipeline, pipeline
 from zerofold.park import offload_states, reload_states
 from zerofold.plan.call import plan
 from zerofold.precision import Precision
@@ -49,6 +50,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "Mesh",
+    "Pipeline",
     "Precision",
     "ReplicaError",
     "Run",
@@ -79,6 +81,7 @@ __all__ = [
     "no_sync",
     "offload_activations",
     "offload_states",
+    "pipeline",
     "plan",
     "prepare",
     "reload_states",
