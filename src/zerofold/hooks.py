@@ -352,7 +352,9 @@ class Hooks:
         if not self._calls.running:
             self._calls.inner = None  # whatever came before has ended, or raised
         if self._is_in_pipeline or self._accumulation is not None or not self._enter_forward():
-            raise RuntimeError("a pipeline's step was called inside a forward or a backward of its model: call it outside")
+            raise RuntimeError(
+                "a pipeline's step was called inside a forward or a backward of its model: call it outside"
+            )
         if trains:
             self.before_backward()
         self._is_in_pipeline = True

@@ -20,6 +20,9 @@ from zerofold.units import find_units
 
 Example = Mapping[str, Any] | tuple[Any, ...]
 
+_LENGTHS = (None, 1, 2, 3)
+"""Of what a block may return: the stream itself, or a tuple with the stream in front."""
+
 
 @dataclass(frozen=True)
 class Anatomy:
@@ -47,9 +50,10 @@ def read_anatomy(model: nn.Module, example: Example | None) -> Anatomy:
     for name, module in holders.items():
         if any(block in set(module.modules()) for block in blocks.values()):
             attribute = next(key for key, p in module._parameters.items() if p is not None and p.numel())
+            path = f"{name}.{attribute}".lstrip(".")
             raise ValueError(
-                f"pipeline: '{f'{name}.{attribute}'.lstrip('.')}' is a parameter of a {type(module).__name__}, which runs on "
-                "every stage: hold it in a module of its own that is called before the blocks, or after them"
+                f"pipeline: '{path}' is a parameter of a {type(module).__name__}, which runs on every stage: hold it "
+                "in a module of its own that is called before the blocks, or after them"
             )
     seen = _run(model, blocks, holders, example)
     between = [name for name in holders if name in seen.between]
@@ -82,13 +86,18 @@ def _one_row(model: nn.Module) -> dict[str, nn.Module]:
 class _Seen:
     """What was called, in its order."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, length_of_output: int | None) -> None:
         self.blocks_left = self.blocks = blocks
         self.before: set[str] = set()
         self.between: set[str] = set()
         self.after: set[str] = set()
-        self.call: tuple[Any, Any] | None = None  # arguments of the first block
-        self.length_of_output: int | None = None
+        self.shapes: set[torch.Size] = set()  # of what blocks are given
+        self.length_of_output = length_of_output
+
+    @property
+    def is_plausible(self) -> bool:
+        """Every block was given the stream: a model that takes their output apart changes a tensor's shape by that."""
+        return not self.blocks_left and len(self.shapes) == 1
 
     def note(self, name: str, module: nn.Module, args: Any) -> None:
         if self.blocks_left == self.blocks:
@@ -108,30 +117,25 @@ class _Recorder(nn.Module):
                 setattr(self, attribute, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.seen.call = self.seen.call or (args, kwargs)
-        self.seen.blocks_left -= 1
         stream, length = stream_of(self.name, args, kwargs), self.seen.length_of_output
+        self.seen.blocks_left -= 1
+        self.seen.shapes.add(stream.shape)
         return stream if length is None else (stream, *[None] * (length - 1))
 
 
 def _run(
     model: nn.Module, blocks: dict[str, nn.Module], holders: dict[str, nn.Module], example: Example | None
 ) -> _Seen:
-    first = next(iter(blocks.values()))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         args, kwargs = _arguments(model, example)
-        seen, error = _pass(model, blocks, holders, args, kwargs, None)
-        if seen.call is not None:
-            length = _length_of_output(first, seen.call)
-            if length is not None:  # the model takes it apart, so what came after the first block was not its course
-                seen, error = _pass(model, blocks, holders, args, kwargs, length)
+        tries = [_pass(model, blocks, holders, args, kwargs, length) for length in _LENGTHS]
+    seen, error = next((tried for tried in tries if tried[0].is_plausible), tries[0])
     unseen = [name for name in holders if name not in seen.before | seen.between | seen.after]
-    if error is not None and unseen:
+    if (error is not None and unseen) or not seen.is_plausible:
         given = "the example=" if example is not None else "two tokens"
         raise ValueError(
-            f"pipeline: cannot see which modules of {type(model).__name__} run before its blocks and which after, since "
-            f"it does not run on {given} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}): "
-            "pass example=, a tuple or dict of arguments for the model"
+            f"pipeline: cannot see which modules of {type(model).__name__} run before its blocks and which after: it "
+            f"does not run on {given} without them{_said(error)}; pass example=, a tuple or dict of arguments"
         ) from error
     return seen
 
@@ -144,8 +148,7 @@ def _pass(
     kwargs: Any,
     length: int | None,
 ) -> tuple[_Seen, Exception | None]:
-    seen = _Seen(len(blocks))
-    seen.length_of_output = length
+    seen = _Seen(len(blocks), length)
     handles = [module.register_forward_pre_hook(partial(seen.note, name)) for name, module in holders.items()]
     try:
         with _without(model, {block: _Recorder(name, block, seen) for name, block in blocks.items()}):
@@ -158,13 +161,9 @@ def _pass(
             handle.remove()
 
 
-def _length_of_output(block: nn.Module, call: tuple[Any, Any]) -> int | None:
-    """A block that cannot run without memory, as one that picks experts by its data, is taken to return the stream."""
-    try:
-        output = functional_call(block, _without_memory(block), *call)
-    except Exception:
-        return None
-    return len(output) if isinstance(output, (tuple, list)) else None
+def _said(error: Exception | None) -> str:
+    lines = str(error).splitlines()
+    return "" if error is None else f" ({type(error).__name__}: {lines[0] if lines else ''})"
 
 
 def _without_memory(module: nn.Module) -> dict[str, Tensor]:

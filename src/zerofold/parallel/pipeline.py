@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofold.access import full_params
 from zerofold.comm import CommError
 from zerofold.engine import Engine
 from zerofold.nested import map_tensors, tensors_in
@@ -27,8 +26,9 @@ from zerofold.parallel.anatomy import Example, read_anatomy
 from zerofold.parallel.mesh import PIPELINE, Mesh
 from zerofold.parallel.schedules import check_counts, owners_of_stages, schedule_kind
 from zerofold.parallel.split import Cost, Split, cut_in_place, plan_stages
-from zerofold.parallel.stage import LossFn, MicroBatch, Runner, StageModule, Stream
+from zerofold.parallel.stage import LossFn, MicroBatch, Runner, StageModule, Stream, run_forwards
 from zerofold.parallel.stand_ins import Reached
+from zerofold.parallel.ties import Ties
 
 _KEPT_RUNNERS = 4  # shapes of micro-batches for which torch's buffers are kept
 _OWN_LOSS = ("labels", "targets", "target")
@@ -58,10 +58,10 @@ def pipeline(
                      model that returns its loss, or something with a `loss`, when it is given labels
     chunks_per_rank  stages that a rank has: 1, with "interleaved" and "zbv" 2 by default
     split            names of the first block of each stage; by default the slowest stage is made as fast as possible
-    cost             (name, module) -> what it costs, to balance stages by; by default the parameters that every token is
-                     multiplied with
-    example          arguments for the model, as a tuple or dict, where it does not take tokens: it runs once without its
-                     blocks and without memory, to see which modules come before them and which after
+    cost             (name, module) -> what it costs, to balance stages by; by default the parameters that every
+                     token is multiplied with
+    example          arguments for the model, as a tuple or dict, where it does not take tokens: it runs once without
+                     its blocks and without memory, to see which modules come before them and which after
 
     The model needs one row of blocks, each called once and in order, through which one tensor passes that keeps its
     shape. What blocks leave besides (auxiliary losses, hidden states) stays on its rank.
@@ -114,9 +114,9 @@ class Pipeline:
         self._group = mesh.along(PIPELINE).get_group()
         self._ranks = dist.get_process_group_ranks(self._group)
         self._modules = [StageModule(model, split, stage, loss_fn) for stage in split.own]
-        self._runners: OrderedDict[Any, Runner] = OrderedDict()
+        self._runners: OrderedDict[Stream, Runner] = OrderedDict()
         self._streams: dict[Any, Stream] = {}
-        self._is_tied_alike = not split.tied
+        self._ties = Ties(split, mesh.coordinate[PIPELINE], self._group)
         vars(model)["_zerofold_pipeline"] = self  # for the ledger
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -129,24 +129,25 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Forward and backward of a whole batch: its mean loss, the same number on every rank of the pipeline.
 
-        Arguments are those of the model. All ranks of a pipeline give the same ones. Tensors as long as the first one in
-        dimension 0 are cut into micro-batches, `target` too; others go to every micro-batch as they are. The loss is the
-        mean over micro-batches, so it equals that of the whole batch where `loss_fn` is a mean over equal parts.
+        Arguments are those of the model. All ranks of a pipeline give the same ones. Tensors as long as the first one
+        in dimension 0 are cut into micro-batches, `target` too; others go to every micro-batch as they are. The loss is
+        the mean over micro-batches: that of the whole batch where `loss_fn` is a mean over equal parts.
         Gradients are reduced over the data axis once, at the end, unless this is inside `zf.no_sync`.
         """
         engine = self._engine()
         if not torch.is_grad_enabled():
-            raise RuntimeError("pipe.step runs backward, so it cannot be called inside torch.no_grad(): use pipe.evaluate")
+            raise RuntimeError(
+                "pipe.step runs backward, so it cannot be called inside torch.no_grad(): use pipe.evaluate"
+            )
         batches = self._deal(args, kwargs, target)
-        self._make_tied_alike()
+        self._ties.make_alike(self.model)
         engine.hooks.begin_pipeline()
         try:
             with _held(engine):
-                kept = self._set_aside_tied(engine)
-                runner = self._runner(engine, batches, engine.hooks.take_assigned_gradients)
-                loss = runner.run(batches)
-                self._add_tied(engine, kept)
-                self._note_memory(engine, runner)
+                kept = self._ties.set_aside(engine)
+                loss = self._runner(engine, batches[0]).run(batches)
+                self._ties.add(engine, kept)
+                self._note_memory(engine)
         except BaseException as error:
             engine.hooks.end_pipeline(is_complete=False, waits=not isinstance(error, CommError))
             raise
@@ -158,11 +159,12 @@ class Pipeline:
         """The mean loss of a batch, without gradients. Arguments are those of `step`."""
         engine = self._engine()
         batches = self._deal(args, kwargs, target)
-        self._make_tied_alike()
+        self._ties.make_alike(self.model)
         engine.hooks.begin_pipeline(trains=False)
         try:
             with _held(engine):
-                loss = self._runner(engine, batches, None).run(batches)
+                stream = self._stream(engine, batches[0])
+                loss = run_forwards(self._modules, batches, stream, self._group, engine.device)
         finally:
             engine.hooks.end_pipeline(trains=False)
         return self._tell(loss, engine)
@@ -205,8 +207,8 @@ class Pipeline:
         size, count = first.shape[0], self.microbatches
         if not size or size % count:
             raise ValueError(
-                f"pipe.step: a batch of {size} does not make {count} equal micro-batches: give a multiple of {count}, or "
-                "change microbatches="
+                f"pipe.step: a batch of {size} does not make {count} equal micro-batches: give a multiple of {count}, "
+                "or change microbatches="
             )
 
         def part(number: int) -> Callable[[Tensor], Tensor]:
@@ -217,30 +219,33 @@ class Pipeline:
 
     # torch's schedules
 
-    def _runner(
-        self, engine: Engine, batches: list[MicroBatch], after_weights: Callable[[], None] | None
-    ) -> Runner:
-        """Made once for each shape of micro-batches: torch's stages keep buffers of the shape that they send."""
-        autocast = torch.is_autocast_enabled(engine.device.type) and torch.get_autocast_dtype(engine.device.type)
-        shape = (*((t.shape, t.dtype) for t in tensors_in(batches[0])), autocast, engine.boundary.compute)
-        key = (shape, after_weights is not None)
-        if shape not in self._streams:
-            self._streams[shape] = self._find_stream(batches[0], engine.device)
-        self._split.course.dtype = self._streams[shape].dtype
-        if key not in self._runners:
+    def _stream(self, engine: Engine, batch: MicroBatch) -> Stream:
+        """Found out once for micro-batches of each shape."""
+        kind = engine.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (*((t.shape, t.dtype) for t in tensors_in(batch)), autocast, engine.boundary.compute)
+        if key not in self._streams:
+            self._streams[key] = self._find_stream(batch, engine.device)
+        self._split.course.dtype = self._streams[key].dtype
+        return self._streams[key]
+
+    def _runner(self, engine: Engine, batch: MicroBatch) -> Runner:
+        """Made once for each stream: torch's stages keep buffers of its shape."""
+        stream = self._stream(engine, batch)
+        if stream not in self._runners:
             while len(self._runners) >= _KEPT_RUNNERS:
                 self._runners.popitem(last=False)
-            self._runners[key] = Runner(
+            self._runners[stream] = Runner(
                 self._modules,
                 self._kind,
                 self._group,
-                self._streams[shape],
+                stream,
                 self.microbatches,
                 engine.device,
-                after_weights=after_weights,
+                engine.hooks.take_assigned_gradients,
             )
-        self._runners.move_to_end(key)
-        return self._runners[key]
+        self._runners.move_to_end(stream)
+        return self._runners[stream]
 
     def _find_stream(self, batch: MicroBatch, device: torch.device) -> Stream:
         """What the first block is given; the rank that has what runs before it finds out, and tells the others."""
@@ -270,57 +275,12 @@ class Pipeline:
             dist.broadcast(told, src=self._ranks[self.stages[-1].rank], group=self._group)
         return told
 
-    def _note_memory(self, engine: Engine, runner: Runner) -> None:
+    def _note_memory(self, engine: Engine) -> None:
         self.memory = {
             "gathered": sum(slab.storage.nbytes for slab in engine.slabs()),
             "gradients": sum(slab.gradients.nbytes for slab in engine.slabs()),
-            "buffers": sum(each.nbytes for each in {id(r): r for r in [*self._runners.values(), runner]}.values()),
+            "buffers": sum(runner.nbytes for runner in self._runners.values()),
         }
-
-    # parameters that the first stage and the last one both have
-
-    def _set_aside_tied(self, engine: Engine) -> list[Tensor | None]:
-        """Earlier sums have been exchanged: only what this step adds is."""
-        places = engine.places()
-        return [places[id(tied.parameter)][0].gradients.take_local(places[id(tied.parameter)][1]) for tied in self._trained_ties()]
-
-    def _add_tied(self, engine: Engine, kept: list[Tensor | None]) -> None:
-        """The gradient of a tied parameter is the sum of what its two places get, on both ranks."""
-        places = engine.places()
-        for tied, earlier in zip(self._trained_ties(), kept, strict=True):
-            slab, index = places[id(tied.parameter)]
-            mine, dtype = slab.gradients.take_local(index), slab.dtypes.accumulation
-            shape = tied.parameter.shape
-            sent = torch.zeros(shape, dtype=dtype, device=engine.device) if mine is None else mine.to(dtype).view(shape)
-            total = sent + self._exchange(sent.contiguous())  # of two numbers, so the same bits in either order
-            slab.gradients.put_local(index, total if earlier is None else total.add_(earlier.view(shape)))
-
-    def _trained_ties(self) -> list[Any]:
-        return [tied for tied in self._split.tied if tied.parameter.requires_grad]
-
-    def _make_tied_alike(self) -> None:
-        """Before the first step: the last stage takes the first one's values, which may have come from another init."""
-        if self._is_tied_alike:
-            return
-        self._is_tied_alike = True
-        with full_params(self.model), torch.no_grad():
-            for tied in self._split.tied:
-                other = self._exchange(tied.parameter.detach().contiguous())
-                if self._has_last and not torch.equal(other, tied.parameter):
-                    tied.parameter.copy_(other)
-
-    @property
-    def _has_last(self) -> bool:
-        return self.stages[-1].rank == self.mesh.coordinate[PIPELINE]
-
-    def _exchange(self, mine: Tensor) -> Tensor:
-        """With the rank that has the other end of the pipeline."""
-        theirs = torch.empty_like(mine)
-        peer = self._ranks[self.stages[0].rank if self._has_last else self.stages[-1].rank]
-        sends = [dist.P2POp(dist.isend, mine, peer, self._group), dist.P2POp(dist.irecv, theirs, peer, self._group)]
-        for work in dist.batch_isend_irecv(sends):
-            work.wait()
-        return theirs
 
 
 @contextmanager

@@ -25,7 +25,8 @@ Cost = Callable[[str, nn.Module], float]
 """What a module costs in a step, by its name and itself; only proportions count."""
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True)
+class Stage:
     """One stage of a pipeline: a range of blocks."""
 
     index: int
@@ -73,7 +74,8 @@ def plan_stages(
     names = list(anatomy.blocks)
     if len(names) < len(owners):
         raise ValueError(
-            f"pipeline: {len(names)} blocks cannot make {len(owners)} stages: use fewer pipeline ranks or chunks_per_rank"
+            f"pipeline: {len(names)} blocks cannot make {len(owners)} stages: use fewer pipeline ranks, or fewer "
+            "chunks_per_rank"
         )
     weigh = cost or multiplied_parameters
     if split is not None:
@@ -154,8 +156,8 @@ def _tied(anatomy: Anatomy) -> tuple[Tied, ...]:
         for attribute, p in block.named_parameters():
             if id(p) in held or id(p) in after:
                 raise ValueError(
-                    f"pipeline: '{name}.{attribute}' is also a parameter of a module outside the blocks, and they may be "
-                    "on different stages: untie it"
+                    f"pipeline: '{name}.{attribute}' is also a parameter of a module outside the blocks, which may be "
+                    "on another stage: untie it"
                 )
     return tuple(each for key, each in held.items() if key in after)
 

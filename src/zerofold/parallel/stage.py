@@ -35,9 +35,6 @@ class Stream(NamedTuple):
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
-    def example(self, *, has_backward: bool) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=has_backward)
-
 
 class StageModule(nn.Module):
     """The model as one stage runs it: from what was received to what is sent on, or to the loss."""
@@ -51,7 +48,7 @@ class StageModule(nn.Module):
         self.stream: Stream | None = None
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor:
-        """`number` of the micro-batch, on the CPU: torch's schedules deal numbers out, so that inputs may be anything."""
+        """`number` of the micro-batch, on the CPU: torch's schedules deal these out, so inputs may be anything."""
         batch = self.batches[int(number)]
         course = self.split.course
         course.first, course.stop, course.was_received = self.stage.first, self.stage.stop, False
@@ -85,8 +82,8 @@ class StageModule(nn.Module):
     def _check_received(self) -> None:
         if self.stage.first > 0 and not self.split.course.was_received:
             raise RuntimeError(
-                f"the model's forward left out the block before stage {self.stage.index}: every block must be called, in "
-                "order (no layer drop)"
+                f"the model's forward left out the block before stage {self.stage.index}: every block must be called, "
+                "in order (no layer drop)"
             )
 
     def _loss(self, output: Any, target: Any) -> Tensor:
@@ -94,7 +91,9 @@ class StageModule(nn.Module):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             who = "the model" if self.loss_fn is None else "loss_fn"
-            raise ValueError(f"pipeline: {who} returned {what}: a scalar loss is needed; pass loss_fn=(output, target) -> loss")
+            raise ValueError(
+                f"pipeline: {who} returned {what}: a scalar loss is needed; pass loss_fn=(output, target) -> loss"
+            )
         return loss.reshape(()).float()
 
 
@@ -109,7 +108,7 @@ class _TorchStage(PipelineStage):
 
 
 class Runner:
-    """One of torch's schedules for micro-batches of one shape."""
+    """One of torch's schedules for micro-batches of one shape: forwards and backwards of a step."""
 
     def __init__(
         self,
@@ -119,27 +118,24 @@ class Runner:
         stream: Stream,
         microbatches: int,
         device: torch.device,
-        *,
-        after_weights: Callable[[], None] | None,
+        after_weights: Callable[[], None],
     ) -> None:
-        """Without `after_weights` it runs forwards alone."""
         self.modules, self.stream, self.microbatches = modules, stream, microbatches
-        self.has_backward = after_weights is not None
         stages = [self._stage(module, group, device, after_weights) for module in modules]
 
         def mean(output: Tensor, number: Tensor) -> Tensor:
             return output.sum() / microbatches
 
-        loss_fn = mean if self.has_backward else None
         first: Any = stages if kind.has_chunks else stages[0]
         # A mean over micro-batches is in the loss: torch's own division would miss gradients it does not see.
-        self._schedule = kind.of_torch(first, microbatches, loss_fn=loss_fn, scale_grads=False)
+        self._schedule = kind.of_torch(first, microbatches, loss_fn=mean, scale_grads=False)
 
     def _stage(
-        self, module: StageModule, group: dist.ProcessGroup, device: torch.device, after_weights: Callable[[], None] | None
+        self, module: StageModule, group: dist.ProcessGroup, device: torch.device, after_weights: Callable[[], None]
     ) -> _TorchStage:
-        example = self.stream.example(has_backward=self.has_backward)
-        loss = torch.empty(1, device="meta", requires_grad=self.has_backward)
+        # Torch receives into what requires a gradient exactly where these do.
+        example = torch.empty(self.stream.shape, dtype=self.stream.dtype, device="meta", requires_grad=True)
+        loss = torch.empty(1, device="meta", requires_grad=True)
         stage = _TorchStage(
             module,
             module.stage.index,
@@ -149,14 +145,13 @@ class Runner:
             output_args=(loss if module.is_last else example,),
             group=group,
         )
-        stage.after_weights = after_weights or (lambda: None)
+        stage.after_weights = after_weights
         return stage
 
     @property
     def nbytes(self) -> int:
         """Of what torch keeps to receive into: for each micro-batch the stream, and its gradient."""
-        received = sum(not module.is_last for module in self.modules) if self.has_backward else 0
-        received += sum(module.stage.index > 0 for module in self.modules)
+        received = sum((not module.is_last) + (module.stage.index > 0) for module in self.modules)
         return received * self.microbatches * self.stream.nbytes
 
     def run(self, batches: list[MicroBatch]) -> Tensor | None:
@@ -166,11 +161,53 @@ class Runner:
         numbers = torch.arange(self.microbatches)
         losses: list[Tensor] = []
         try:
-            if not self.has_backward:
-                output = self._schedule.step(number=numbers)
-                return None if output is None else output.mean()
             self._schedule.step(number=numbers, target=numbers, losses=losses)
         finally:
             for module in self.modules:
                 module.batches = []
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+
+def run_forwards(
+    modules: list[StageModule],
+    batches: list[MicroBatch],
+    stream: Stream,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Tensor | None:
+    """Without gradients: the mean loss, on the rank that has the last stage.
+
+    One micro-batch goes through all stages of a rank before the next: so all ranks send and receive in one order, and
+    none waits for another that waits for it. Torch's schedules cannot run forwards alone where a rank hands on to
+    itself.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    stages = modules[0].split.stages
+    here = modules[0].stage.rank
+    losses: list[Tensor] = []
+    sent: list[tuple[Any, Tensor]] = []  # each with its work, which needs it
+    for module in modules:
+        module.batches, module.stream = batches, stream
+    try:
+        for number in range(len(batches)):
+            output: Tensor | None = None
+            for module in modules:
+                index = module.stage.index
+                received: tuple[Tensor, ...] = ()
+                if index and stages[index - 1].rank == here:
+                    assert output is not None, "a rank's stages run in their order"
+                    received = (output,)
+                elif index:
+                    received = (torch.empty(stream.shape, dtype=stream.dtype, device=device),)
+                    dist.recv(received[0], src=ranks[stages[index - 1].rank], group=group)
+                output = module(*received, number=torch.tensor(number))
+                if module.is_last:
+                    losses.append(output)
+                elif stages[index + 1].rank != here:
+                    sent.append((dist.isend(output, dst=ranks[stages[index + 1].rank], group=group), output))
+    finally:
+        for module in modules:
+            module.batches = []
+    for work, _ in sent:
+        work.wait()
+    return torch.cat(losses).mean() if losses else None

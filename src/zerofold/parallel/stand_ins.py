@@ -86,8 +86,8 @@ class BlockStandIn(StandIn):
         assert received is not None, "a stage after the first one has something to go on from"
         if stream.shape != received.shape:
             raise ValueError(
-                f"'{self.name}' was given a tensor of shape {tuple(stream.shape)} on this rank, but {tuple(received.shape)} "
-                "comes from the stage before: between its blocks the model makes something else of what they return"
+                f"'{self.name}' was given a tensor of shape {tuple(stream.shape)} on this rank, but the stage before "
+                f"sends {tuple(received.shape)}: between its blocks the model makes something else of what they return"
             )
         course.was_received = True
         return course.in_form(received)
