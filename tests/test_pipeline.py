@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-import zerofold as zf
 from tests.pipeline_models import (
     BATCH,
     batch,
@@ -22,6 +19,10 @@ from tests.pipeline_models import (
     own,
     train_alone,
 )
+from tests.ranks import raised
+from torch import nn
+
+import zerofold as zf
 from zerofold.engine import Engine
 
 
@@ -132,8 +133,8 @@ def test_mixed_precision_follows_fp32(ranks: Any, precision: str, schedule: str)
         assert result["norms"] < 0.05  # a scale that was left in, or met twice, would make it thousands
 
 
-def count_reductions(microbatches: int, stage: int, schedule: str) -> dict[str, int]:
-    """Of one step."""
+def count_calls(microbatches: int, stage: int, schedule: str) -> tuple[dict[str, int], int]:
+    """Collective calls of one step over the data axis, and the number of slabs."""
     mesh = zf.mesh(pipeline=2, device="cpu")
     model = make("gpt")
     pipe = zf.pipeline(model, mesh, microbatches=microbatches, loss_fn=loss_fn, schedule=schedule)
@@ -145,16 +146,19 @@ def count_reductions(microbatches: int, stage: int, schedule: str) -> dict[str, 
         stepper.step()
         stepper.zero_grad()
         counts.append(dict(zf.ledger(model).snapshot()["comm_calls"]))
+    slabs = len(Engine.of(model).slabs())
     zf.close(model)
-    return {name: count - counts[-2].get(name, 0) for name, count in counts[-1].items()}
+    return {name: count - counts[-2].get(name, 0) for name, count in counts[-1].items()}, slabs
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_gradients_are_reduced_and_parameters_gathered_once_a_step(ranks: Any, stage: int) -> None:
-    for schedule in ("1f1b", "zero_bubble"):
-        (few, *_), (many, *_) = (ranks(4, count_reductions, m, stage, schedule) for m in (2, 4))
-        assert few == many
-        assert any(few.values())
+def test_gradients_are_reduced_and_parameters_gathered_once_a_step(ranks: Any, stage: int, schedule: str) -> None:
+    for calls, slabs in ranks(4, count_calls, 4, stage, schedule):
+        agreements = 2 if stage == 0 else 3  # at the end of backward; the norm over the model, and over the data axis
+        assert calls["all_reduce"] == agreements + (slabs if stage == 0 else 0)
+        assert calls.get("reduce_scatter", 0) == (0 if stage == 0 else slabs)
+        assert calls["all_gather"] == (0 if stage == 0 else slabs)
 
 
 def accumulate(stage: int) -> tuple[float, float]:
@@ -295,8 +299,6 @@ def misuse(kind: str, **options: Any) -> None:
     ],
 )
 def test_misuse_is_said_on_every_rank(ranks: Any, kind: str, options: dict[str, Any], said: str) -> None:
-    from tests.ranks import raised
-
     for message in ranks(2, raised, misuse, kind, **options):
         assert said in message
 

@@ -45,11 +45,11 @@ class StageModule(nn.Module):
         self.split, self.stage = split, stage
         self.is_last = stage.index == len(split.stages) - 1
         self.batches: list[MicroBatch] = []
+        self.number = 0  # of the one that runs: torch's schedules see numbers alone, so inputs may be anything
         self.stream: Stream | None = None
 
-    def forward(self, *received: Tensor, number: Tensor) -> Tensor:
-        """`number` of the micro-batch, on the CPU: torch's schedules deal these out, so inputs may be anything."""
-        batch = self.batches[int(number)]
+    def forward(self, *received: Tensor) -> Tensor:
+        batch = self.batches[self.number]
         course = self.split.course
         course.first, course.stop, course.was_received = self.stage.first, self.stage.stop, False
         course.received = received[0] if received else None
@@ -98,9 +98,16 @@ class StageModule(nn.Module):
 
 
 class _TorchStage(PipelineStage):
-    """Torch's stage, which tells when gradients of weights have been assigned past autograd's own accumulation."""
+    """Torch's stage, which tells its module which micro-batch runs, and others when gradients of weights have been
+    assigned past autograd's own accumulation.
+    """
 
+    module: StageModule
     after_weights: Callable[[], None]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.module.number = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         super().backward_weight_one_chunk(*args, **kwargs)
@@ -145,7 +152,7 @@ class Runner:
             output_args=(loss if module.is_last else example,),
             group=group,
         )
-        stage.after_weights = after_weights
+        stage.module, stage.after_weights = module, after_weights
         return stage
 
     @property
@@ -161,7 +168,7 @@ class Runner:
         numbers = torch.arange(self.microbatches)
         losses: list[Tensor] = []
         try:
-            self._schedule.step(number=numbers, target=numbers, losses=losses)
+            self._schedule.step(target=numbers, losses=losses)
         finally:
             for module in self.modules:
                 module.batches = []
@@ -200,7 +207,8 @@ def run_forwards(
                 elif index:
                     received = (torch.empty(stream.shape, dtype=stream.dtype, device=device),)
                     dist.recv(received[0], src=ranks[stages[index - 1].rank], group=group)
-                output = module(*received, number=torch.tensor(number))
+                module.number = number
+                output = module(*received)
                 if module.is_last:
                     losses.append(output)
                 elif stages[index + 1].rank != here:
