@@ -54,10 +54,10 @@ class Split:
     tied: tuple[Tied, ...]  # where another rank has them too
     course: Course
 
-    def seat(self, stage: int | None) -> None:
-        """The modules of this stage, or all of this rank's."""
+    def seat(self, index: int | None) -> None:
+        """The modules of the stage of this index, or all of this rank's."""
         for seat in (*self.blocks, *self.before):
-            seat.take(seat.own if stage is None or seat.stage == stage else seat.stand_in)
+            seat.take(seat.own if index is None or seat.of_stage == index else seat.stand_in)
 
     def seat_before(self) -> None:
         """What runs before the blocks, and no block."""

@@ -127,7 +127,7 @@ class Seat:
     parents: list[tuple[nn.Module, str]]
     own: nn.Module
     stand_in: nn.Module
-    stage: int
+    of_stage: int
     now: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
