@@ -100,7 +100,16 @@ def pipeline(
 
 
 class Pipeline:
-    """One rank's stages of a model with the schedule that runs them. Printed, it is a table of the stages."""
+    """One rank's stages of a model with the schedule that runs them. Printed, it is a table of the stages.
+
+    >>> import zerofold as zf
+    >>> from zerofold.train.gpt import GPT, GPTConfig
+    >>> model = GPT(GPTConfig(layers=2, hidden=16, heads=2, seq=8))
+    >>> print(zf.pipeline(model, zf.mesh(device="cpu"), microbatches=2))  # the model makes its loss of targets=
+    1 stage, 2 micro-batches, schedule 1f1b
+    stage  rank  blocks           parameters  of all
+        0     0  0 to 1               14,496    100%
+    """
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, split: Split, schedule: str, microbatches: int, loss_fn: LossFn | None
@@ -171,7 +180,8 @@ class Pipeline:
 
     def __str__(self) -> str:
         total = sum(stage.parameters for stage in self.stages)
-        lines = [f"{len(self.stages)} stages, {self.microbatches} micro-batches, schedule {self._schedule}"]
+        count = f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}"
+        lines = [f"{count}, {self.microbatches} micro-batches, schedule {self._schedule}"]
         lines.append(f"{'stage':>5} {'rank':>5}  {'blocks':<12} {'parameters':>14} {'of all':>7}")
         for stage in self.stages:
             blocks = f"{stage.first} to {stage.stop - 1}" if stage.stop > stage.first + 1 else str(stage.first)
