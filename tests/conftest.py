@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # More of what other cases of the same test show: without them `make test` takes a quarter of an hour on two cores.
 THOROUGH = [
+    r"test_pipeline.py::test_every_schedule_at_every_stage",
     r"test_offload.py::test_the_same_bits_wherever_the_states_are\[\d-stages[567]",
     r"test_models.py::test_equals_ddp\[(whisper|switch|vit|qwen3|gpt2|t5|llama)-",
     r"test_models.py::test_equals_ddp\[(?!odd_net|mixtral).*-3\]",

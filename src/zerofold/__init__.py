@@ -23,6 +23,7 @@ from zerofold.observe.run import Run
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
 from zerofold.parallel.mesh import Mesh, mesh
+from zerofold.parallel.pipeline import Pipeline, pipeline
 from zerofold.parallel.tensor import tensor_parallel
 from zerofold.park import offload_states, reload_states
 from zerofold.plan.call import plan
@@ -50,6 +51,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "Mesh",
+    "Pipeline",
     "Precision",
     "ReplicaError",
     "Run",
@@ -80,6 +82,7 @@ __all__ = [
     "no_sync",
     "offload_activations",
     "offload_states",
+    "pipeline",
     "plan",
     "prepare",
     "reload_states",

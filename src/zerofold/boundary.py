@@ -148,6 +148,10 @@ class Boundary:
                 "keep as attributes), or use precision='bf16', which needs no scale"
             )
 
+    def expect_scaled(self) -> None:
+        """Gradients come in that met the scale elsewhere: at the outputs of a later stage of a pipeline."""
+        self._was_scaled = True
+
     def end_backward(self) -> None:
         self._was_scaled = False
 

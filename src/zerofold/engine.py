@@ -78,6 +78,13 @@ class Checkpoints(Protocol):
     def arena_nbytes(self) -> int: ...
 
 
+class Stages(Protocol):
+    """Of a pipeline, which this rank runs."""
+
+    @property
+    def memory(self) -> dict[str, int]: ...
+
+
 class Engine:
     """The units of one model with their schedule, hooks and counters."""
 
@@ -254,6 +261,11 @@ class Engine:
     def checkpoints(self) -> Checkpoints | None:
         """Of its blocks, where `zf.checkpoint_blocks` was called, before it was sharded or after."""
         return getattr(self.model, "_zerofold_checkpointing", None)
+
+    @property
+    def pipeline(self) -> Stages | None:
+        """Where `zf.pipeline` has cut the model into stages."""
+        return getattr(self.model, "_zerofold_pipeline", None)
 
     @property
     def uncounted(self) -> set[str]:

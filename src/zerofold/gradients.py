@@ -31,6 +31,8 @@ class Gradients(Protocol):
     def keep_partial(self) -> None: ...
     def awaiting_across(self) -> set[int]: ...
     def abandon(self) -> None: ...
+    def take_local(self, index: int) -> Tensor | None: ...
+    def put_local(self, index: int, gradient: Tensor) -> None: ...
     @property
     def nbytes(self) -> int: ...
 
@@ -59,6 +61,15 @@ class WholeGradients:
 
     def abandon(self) -> None:
         self.arrived_since_reduce.clear()
+
+    def take_local(self, index: int) -> Tensor | None:
+        gradient, self.parameters[index].grad = self.parameters[index].grad, None
+        self.arrived_since_reduce.discard(index)
+        return gradient
+
+    def put_local(self, index: int, gradient: Tensor) -> None:
+        self.parameters[index].grad = gradient.view_as(self.parameters[index])
+        self.arrived_since_reduce.add(index)
 
     def forget_cleared(self) -> None:
         self.arrived_since_reduce = {i for i in self.arrived_since_reduce if self.parameters[i].grad is not None}
@@ -194,6 +205,17 @@ class FaceGradients:
                 self._local[index] = None
                 self._holds_value[index] = False
                 self.arrived_since_reduce.discard(index)
+
+    def take_local(self, index: int) -> Tensor | None:
+        """What has arrived of a gradient and is not reduced yet, which is then no longer here."""
+        self._notice_clearing(index)
+        gradient, self._local[index] = self._local[index], None
+        self.arrived_since_reduce.discard(index)
+        return gradient
+
+    def put_local(self, index: int, gradient: Tensor) -> None:
+        self._local[index] = gradient.reshape(-1)
+        self.arrived_since_reduce.add(index)
 
     def _notice_clearing(self, index: int) -> None:
         if not self._is_shown[index]:

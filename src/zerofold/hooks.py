@@ -28,7 +28,7 @@ from zerofold.comm import CommError
 from zerofold.nested import tensors_in
 from zerofold.reduction_order import ReductionOrder
 from zerofold.schedule import Schedule, in_backward
-from zerofold.sharded import COPYING, PICKLING, ShardedTensor
+from zerofold.sharded import COPYING, PICKLING, FaceGradient, ShardedTensor
 from zerofold.slab import Slab
 from zerofold.unit import Unit
 
@@ -63,6 +63,7 @@ class Hooks:
         self._root_hooks = hook(self._before_inner), hook(self._after_inner)
         self._calls = Calls()
         self._accumulation: Accumulation | None = None
+        self._is_in_pipeline = False  # between the first forward and the last backward of a pipeline's step
         self._outermost: set[Unit] = set()  # units that the user called himself, last time
         # Forwards whose backward may still come. Autograd's nodes keep them alive; a dropped graph drops them.
         self._waiting: WeakSet[UnitCall] = WeakSet()
@@ -172,6 +173,8 @@ class Hooks:
         """Whether it is an outermost one."""
         if not self._is_outside():
             return False
+        if self._is_in_pipeline:  # all was looked at when its step began
+            return True
         if self._accumulation is None:  # otherwise that of other micro-batches, which is not over
             self._forget_broken_backward()
         self.schedule.end_steps()
@@ -342,6 +345,42 @@ class Hooks:
             yield
         finally:
             self._calls = before
+
+    # a pipeline's step: forwards and backwards of all micro-batches, in the order of its schedule
+
+    def begin_pipeline(self, *, trains: bool = True) -> None:
+        if not self._calls.running:
+            self._calls.inner = None  # whatever came before has ended, or raised
+        if self._is_in_pipeline or self._accumulation is not None or not self._enter_forward():
+            raise RuntimeError(
+                "a pipeline's step was called inside a forward or a backward of its model: call it outside"
+            )
+        if trains:
+            self.before_backward()
+        self._is_in_pipeline = True
+        if trains:
+            self._callback_queued = True
+            self.boundary.expect_scaled()
+            self.reductions.begin_pipeline()
+
+    def take_assigned_gradients(self) -> None:
+        """Those that came past autograd's accumulation, as a zero-bubble schedule's do: `p.grad` was simply set."""
+        for unit in self.schedule.units:
+            for slab in unit.trainable_slabs:
+                for index, parameter in enumerate(slab.parameters):
+                    if parameter.grad is not None and not isinstance(parameter.grad, FaceGradient):
+                        slab.gradients.arrived(index)
+
+    def end_pipeline(self, *, is_complete: bool = True, trains: bool = True, waits: bool = True) -> None:
+        self._is_in_pipeline = False
+        if not trains:
+            return
+        if is_complete:
+            with torch.no_grad():
+                self._end_backward()
+        elif waits:
+            self._calls = Calls()
+            self._forget_broken_backward()
 
     def _forget_broken_backward(self) -> None:
         """An exception inside an earlier backward kept its end from being called."""

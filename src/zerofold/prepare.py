@@ -32,13 +32,14 @@ from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
 from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
+from zerofold.parallel.pipeline import Pipeline
 from zerofold.parallel.tensor import has_dtensors, is_tensor_parallel, rebase, take_in, tensor_parallel
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
 from zerofold.state_dicts import StateDicts
 from zerofold.units import UnitChoice, assign, find_units
 
-Model = TypeVar("Model", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module | Pipeline)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 Load = str | os.PathLike[str] | Contents
@@ -73,6 +74,7 @@ def prepare(
 ) -> tuple[Model, Opt]:
     """Shards `model` and re-bases `optimizer` on it, both in place; returns the same two objects.
 
+    `model` may be a `zf.pipeline`, of which this rank's stages are placed.
     Arguments: see `attach` for clip, clip_value, scheduler and one_pass, `shard` for the others. An optimizer with a
     method `update_cost(parameter)` gives the cost by which owners are balanced; Muon's is known. With `config`, a
     ds_config.json (its path, a dict or JSON text), that says stage, precision, clip, accumulate and buffer_bytes, and
@@ -84,23 +86,24 @@ def prepare(
     >>> model(torch.ones(2, 64)).sum().backward(); optimizer.step(); optimizer.zero_grad()
     >>> zf.close(model)
     """
+    placed = _placed(model)
     said = {"stage": stage, "precision": precision, "accumulate": accumulate, "buffer_bytes": buffer_bytes}
     chosen: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     chosen |= {"mesh": mesh, "cut": cut, "overlap": overlap, "cost": cost or update_cost(optimizer)}
     if offload is not None:
         chosen["offload"] = offload
     if config is not None:
-        _check_ready(model)
-        settings = configured(config, model, optimizer, {**said, "clip": clip, "mesh": mesh})
+        _check_ready(placed)
+        settings = configured(config, placed, optimizer, {**said, "clip": clip, "mesh": mesh})
         chosen |= shard_arguments(settings, optimizer) | {"accumulate": settings.accumulate}
         if offload is not None:
             chosen["offload"] = offload
         clip = settings.clip
         scheduler = scheduler or scheduler_of(settings, optimizer)
     if isinstance(mesh, Mesh):
-        rebase(optimizer, _spread(model, mesh))
+        rebase(optimizer, _spread(placed, mesh))
     shard(
-        model,
+        placed,
         units=units,
         init=init,
         load=load,
@@ -111,9 +114,9 @@ def prepare(
         **chosen,
     )
     try:
-        attach(model, optimizer, clip=clip, clip_value=clip_value, scheduler=scheduler, one_pass=one_pass)
+        attach(placed, optimizer, clip=clip, clip_value=clip_value, scheduler=scheduler, one_pass=one_pass)
     except Exception:
-        close(model)
+        close(placed)
         raise
     return model, optimizer
 
@@ -178,9 +181,10 @@ def shard(
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # works on the pieces, as with FSDP2
     >>> zf.close(model)
     """
-    _check_ready(model)
+    module = _placed(model)
+    _check_ready(module)
     if isinstance(mesh, Mesh):
-        _spread(model, mesh)
+        _spread(module, mesh)
     spread, mesh = (mesh, mesh.zero) if isinstance(mesh, Mesh) else (None, mesh)
     _check_kinds(mesh, cost=cost, init=init)
     control = make_control(mesh, overlap=overlap)
@@ -189,10 +193,10 @@ def shard(
         agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate, patience, check_replicas))
         policy = agree(control, lambda: policy_of(precision))
         wish = agree(control, lambda: read_offload(offload))
-        plan = agree(control, lambda: _plan(model, stage, cut, units, mesh, cost, live_bytes, device, policy))
+        plan = agree(control, lambda: _plan(module, stage, cut, units, mesh, cost, live_bytes, device, policy))
         if load is not None:
             given = load
-            agree(control, lambda: _choose_sources(model, plan, given, has_init=init is not None, control=control))
+            agree(control, lambda: _choose_sources(module, plan, given, has_init=init is not None, control=control))
         numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
         numbers += f", check_replicas={check_replicas}, {wish}"
         settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}, {policy.summary}"
@@ -203,13 +207,13 @@ def shard(
         raise
     try:
         engine = Engine(
-            model,
+            module,
             plan.row,
             plan.assigned,
             plan.modules,
             Groups.make(mesh, plan.row, control, plan.device, model_group),
             plan.device,
-            materialiser=_materialiser(model, plan, init),
+            materialiser=_materialiser(module, plan, init),
             live_bytes=live_bytes,
             buffer_bytes=buffer_bytes or default_buffer_bytes(plan.device.type),
             accumulate=accumulate,
@@ -382,6 +386,10 @@ def _plan(
     choose_dtypes(model, assigned, precision)
     live_bound(assigned, chosen, world, live_bytes)
     return _Plan(chosen, found, modules, assigned)
+
+
+def _placed(model: nn.Module | Pipeline) -> nn.Module:
+    return model.model if isinstance(model, Pipeline) else model
 
 
 def _check_ready(model: nn.Module) -> None:

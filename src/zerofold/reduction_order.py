@@ -47,6 +47,7 @@ class ReductionOrder:
         self._backwards = 0  # since the last reduction or step
         self._syncing = True
         self._by_unit = False  # a slab is complete when its unit is said to be, however many gradients arrive
+        self._holds_back = False  # nothing is reduced before the end: more backwards of the same step are to come
         self._across = True  # reductions of this backward go on across groups
         self._has_partial = False  # a backward ended without the whole of its reduction, on all ranks alike
         self._versions_at_reduction: list[int] | None = None  # of all shards, until somebody is seen to update them
@@ -64,6 +65,7 @@ class ReductionOrder:
         self._syncing = not self.suspended and (is_last or self.row.gradients.is_cut)
         self._across = is_last
         self._complete, self._launched, self._arrivals, self._by_unit = [], 0, {}, False
+        self._holds_back = False
 
     def begin_accumulation(self, late: list[Unit]) -> None:
         """All micro-batches of a step at once. `late` units are complete at its end only, so the others come first."""
@@ -71,6 +73,11 @@ class ReductionOrder:
         self._syncing, self._across, self._by_unit = not self.suspended, True, True
         slabs = {slab for unit in late for slab in unit.slabs}
         self._expected.sort(key=lambda slab: slab in slabs)
+
+    def begin_pipeline(self) -> None:
+        """All micro-batches of a step, their forwards and backwards in any order: one sweep reduces them at the end."""
+        self.begin_backward()
+        self._syncing, self._across, self._holds_back = not self.suspended, True, True
 
     def arrived(self, slab: Slab) -> None:
         """One more gradient of `slab` is there; the last one completes it."""
@@ -84,7 +91,7 @@ class ReductionOrder:
             self._completed(slab)
 
     def _completed(self, slab: Slab) -> None:
-        if not self._syncing or slab in self._complete:
+        if not self._syncing or self._holds_back or slab in self._complete:
             return
         self._complete.append(slab)
         while self._launched < len(self._expected) and self._expected[self._launched] in self._complete:

@@ -70,6 +70,12 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     return module if inner is None else inner
 
 
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """Its class; of what stands for a block that another rank of a pipeline has, the block's."""
+    found = getattr(_uncompiled(module), "stands_for", None)
+    return found if isinstance(found, type) else type(_uncompiled(module))
+
+
 def _repeated_blocks(module: nn.Module, prefix: str, total: int, repeated: bool = False) -> dict[str, nn.Module]:
     """The outermost modules that a list repeats; `repeated` says that `module` is such a one which nobody calls.
 
@@ -78,13 +84,13 @@ def _repeated_blocks(module: nn.Module, prefix: str, total: int, repeated: bool 
     """
     found: dict[str, nn.Module] = {}
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    siblings = Counter(type(_uncompiled(other)) for other in module.children())
+    siblings = Counter(_kind(other) for other in module.children())
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         size = sum(p.numel() for p in child.parameters())
         if not size or "expert" in name.lower():
             continue
-        is_repeated = repeated or (is_list and siblings[type(_uncompiled(child))] > 1)
+        is_repeated = repeated or (is_list and siblings[_kind(child)] > 1)
         if isinstance(child, _NEVER_CALLED):
             found.update(_repeated_blocks(child, f"{path}.", total, is_repeated))
             continue

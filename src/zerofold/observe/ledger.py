@@ -35,6 +35,8 @@ class Ledger:
         `temporary_bytes` are no states: gathered parameters not owned here, fused and cached buffers, and, with
         `zf.checkpoint_blocks` that keeps inputs itself, "checkpoints": its block of the device, used or not, or what
         is on the device of those kept elsewhere. `checkpoint_bytes` has all of those by tier.
+        With `zf.pipeline`, `pipeline_bytes` are what its last step held besides: all parameters of this rank's stages
+        gathered, their whole gradients before the reduction, and buffers for what is received.
         On CUDA, `device_memory` is what torch's allocator has of the device, for everything in this process, and its
         "fragmentation": the most it reserved over the most that was allocated.
         After `record`: `steps`, `time`, `peak_state_bytes`, `peak_tier_bytes`.
@@ -57,6 +59,7 @@ class Ledger:
                 **self._checkpoints_on_device(),
             },
             **self._checkpoints(),
+            **self._pipeline(),
             **self._device_memory(),
             "tier_bytes": self._by_tier(),
             **self._offload(),
@@ -77,6 +80,10 @@ class Ledger:
     def _checkpoints_on_device(self) -> dict[str, int]:
         found = self._engine.checkpoints
         return {} if found is None else {"checkpoints": max(found.arena_nbytes, found.nbytes["device"])}
+
+    def _pipeline(self) -> dict[str, Any]:
+        found = self._engine.pipeline
+        return {} if found is None else {"pipeline_bytes": dict(found.memory)}
 
     def _checkpoints(self) -> dict[str, Any]:
         found = self._engine.checkpoints

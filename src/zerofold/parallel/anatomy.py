@@ -1,0 +1,213 @@
+"""Which modules of a model are its row of blocks, and which run before it and after it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from zerofold.nested import map_tensors
+from zerofold.parallel.stand_ins import stream_of
+from zerofold.units import find_units
+
+Example = Mapping[str, Any] | tuple[Any, ...]
+
+_LENGTHS = (None, 1, 2, 3)
+"""Of what a block may return: the stream itself, or a tuple with the stream in front."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Modules by name. What runs before and after are those that hold parameters themselves."""
+
+    blocks: dict[str, nn.Module]
+    before: dict[str, nn.Module]
+    after: dict[str, nn.Module]
+    length_of_output: int | None
+    """Of the tuple that a block returns; None where it returns the stream itself."""
+
+
+def read_anatomy(model: nn.Module, example: Example | None) -> Anatomy:
+    """Runs the model once without its blocks, on tensors without memory, and looks what is called when.
+
+    `example` are arguments for it; by default two tokens.
+    """
+    blocks = _one_row(model)
+    inside = {module for block in blocks.values() for module in block.modules()}
+    holders = {
+        name: module
+        for name, module in model.named_modules()
+        if module not in inside and any(p is not None and p.numel() for p in module._parameters.values())
+    }
+    for name, module in holders.items():
+        if any(block in set(module.modules()) for block in blocks.values()):
+            attribute = next(key for key, p in module._parameters.items() if p is not None and p.numel())
+            path = f"{name}.{attribute}".lstrip(".")
+            raise ValueError(
+                f"pipeline: '{path}' is a parameter of a {type(module).__name__}, which runs on every stage: hold it "
+                "in a module of its own that is called before the blocks, or after them"
+            )
+    seen = _run(model, blocks, holders, example)
+    between = [name for name in holders if name in seen.between]
+    if between:
+        raise ValueError(
+            f"pipeline: '{between[0]}' has parameters and is called between the blocks, so no stage can have it alone: "
+            "make it a part of the blocks"
+        )
+    before = {name: module for name, module in holders.items() if name in seen.before}
+    after = {name: module for name, module in holders.items() if name not in before}
+    return Anatomy(blocks, before, after, seen.length_of_output)
+
+
+def _one_row(model: nn.Module) -> dict[str, nn.Module]:
+    blocks = find_units(model, None)
+    lists = list(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
+    if len(lists) > 1:
+        raise ValueError(
+            f"pipeline: {type(model).__name__} has its blocks in {len(lists)} lists ({', '.join(lists)}), and one "
+            "stream cannot pass through both: a pipeline needs a model with one row of blocks"
+        )
+    if len(blocks) < 2 or len({id(block) for block in blocks.values()}) < len(blocks):
+        raise ValueError(
+            f"pipeline: no row of blocks was found in {type(model).__name__}: it needs a ModuleList or Sequential of "
+            "modules of one class, each once"
+        )
+    return blocks
+
+
+class _Seen:
+    """What was called, in its order."""
+
+    def __init__(self, blocks: int, length_of_output: int | None) -> None:
+        self.blocks_left = self.blocks = blocks
+        self.before: set[str] = set()
+        self.between: set[str] = set()
+        self.after: set[str] = set()
+        self.shapes: set[torch.Size] = set()  # of what blocks are given
+        self.length_of_output = length_of_output
+
+    @property
+    def is_plausible(self) -> bool:
+        """Every block was given the stream: a model that takes their output apart changes a tensor's shape by that."""
+        return not self.blocks_left and len(self.shapes) == 1
+
+    def note(self, name: str, module: nn.Module, args: Any) -> None:
+        if self.blocks_left == self.blocks:
+            self.before.add(name)
+        else:
+            (self.between if self.blocks_left else self.after).add(name)
+
+
+class _Recorder(nn.Module):
+    """In the place of a block."""
+
+    def __init__(self, name: str, block: nn.Module, seen: _Seen) -> None:
+        super().__init__()
+        self.name, self.seen = name, seen
+        for attribute, value in vars(block).items():
+            if isinstance(value, (str, int, float, bool)) and not hasattr(self, attribute):
+                setattr(self, attribute, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        stream, length = stream_of(self.name, args, kwargs), self.seen.length_of_output
+        self.seen.blocks_left -= 1
+        self.seen.shapes.add(stream.shape)
+        return stream if length is None else (stream, *[None] * (length - 1))
+
+
+def _run(
+    model: nn.Module, blocks: dict[str, nn.Module], holders: dict[str, nn.Module], example: Example | None
+) -> _Seen:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        args, kwargs = _arguments(model, example)
+        tries = [_pass(model, blocks, holders, args, kwargs, length) for length in _LENGTHS]
+    seen, error = next((tried for tried in tries if tried[0].is_plausible), tries[0])
+    unseen = [name for name in holders if name not in seen.before | seen.between | seen.after]
+    if (error is not None and unseen) or not seen.is_plausible:
+        given = "the example=" if example is not None else "two tokens"
+        raise ValueError(
+            f"pipeline: cannot see which modules of {type(model).__name__} run before its blocks and which after: it "
+            f"does not run on {given} without them{_said(error)}; pass example=, a tuple or dict of arguments"
+        ) from error
+    return seen
+
+
+def _pass(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    holders: dict[str, nn.Module],
+    args: Any,
+    kwargs: Any,
+    length: int | None,
+) -> tuple[_Seen, Exception | None]:
+    seen = _Seen(len(blocks), length)
+    handles = [module.register_forward_pre_hook(partial(seen.note, name)) for name, module in holders.items()]
+    try:
+        with _without(model, {block: _Recorder(name, block, seen) for name, block in blocks.items()}):
+            functional_call(model, _without_memory(model), args, kwargs)
+        return seen, None
+    except Exception as error:
+        return seen, error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _said(error: Exception | None) -> str:
+    lines = str(error).splitlines()
+    return "" if error is None else f" ({type(error).__name__}: {lines[0] if lines else ''})"
+
+
+def _without_memory(module: nn.Module) -> dict[str, Tensor]:
+    """On the CPU, as far as anybody can tell: models ask for devices' names."""
+    held = [*module.named_parameters(), *module.named_buffers()]
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in held}
+
+
+@contextmanager
+def _without(model: nn.Module, others: dict[nn.Module, nn.Module]) -> Iterator[None]:
+    places = places_of(model, set(others))
+    for module, seats in places.items():
+        for parent, name in seats:
+            parent._modules[name] = others[module]
+    try:
+        yield
+    finally:
+        for module, seats in places.items():
+            for parent, name in seats:
+                parent._modules[name] = module
+
+
+def places_of(model: nn.Module, wanted: set[nn.Module]) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Every parent and name under which each of the modules is found."""
+    found: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in wanted}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None and child in wanted:
+                found[child].append((parent, name))
+    return found
+
+
+def _arguments(model: nn.Module, example: Example | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if example is not None:
+        args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+        return map_tensors(_fake, args), map_tensors(_fake, kwargs)
+    parameters = [
+        parameter
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    needed = sum(parameter.default is parameter.empty for parameter in parameters)
+    return tuple(torch.zeros((1, 2), dtype=torch.long) for _ in range(max(1, needed))), {}
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
