@@ -16,6 +16,8 @@ import zerofold as zf
 from ranks import raised
 from tensor_blocks import LAYERS, ROWS, WIDTH, TensorBlock, tensor_data, tensor_model
 from zerofold.activation.partition import Partition
+from zerofold.compat.activations import keeping
+from zerofold.compat.deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 
 
 def trained(spread: zf.Mesh, stage: int, rows: int, *, is_cut: bool, how: dict[str, Any]) -> list[Tensor]:
@@ -225,6 +227,38 @@ def test_parts_are_kept_as_they_are_and_it_is_said_once(ranks: Any) -> None:
     for said, _ in ranks(2, with_dtensors):
         assert len(said) == 1
         assert "an input of 0, (4, 4), is a DTensor" in said[0]
+
+
+class Mpu:
+    """As Megatron has it."""
+
+    def __init__(self, mesh: zf.Mesh) -> None:
+        self._group = mesh.along("tensor").get_group()
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._group
+
+
+def by_deepspeeds_names() -> list[tuple[bool, bool]]:
+    """Whether a rank keeps half of an input, and the gradients are right; with Megatron's way to say it and ours."""
+    spread = zf.mesh(tensor=2, device="cpu")
+    found = []
+    for said in (Mpu(spread), spread):
+        deepspeed_checkpointing.configure(said, partition_activations=True)
+        x = torch.linspace(0, 1, 1024).requires_grad_()
+        loss = deepspeed_checkpointing.checkpoint(torch.exp, x * 2).sum()
+        store = keeping().store
+        is_half = store is not None and store.nbytes["device"] == x.nbytes // 2
+        loss.backward()
+        found.append((is_half, torch.equal(x.grad, 2 * (x.detach() * 2).exp())))  # type: ignore[arg-type]
+    deepspeed_checkpointing.configure()
+    return found
+
+
+def test_deepspeeds_keys_cut_inputs_too(ranks: Any) -> None:
+    assert ranks(2, by_deepspeeds_names) == [[(True, True)] * 2] * 2
+    with pytest.raises(ValueError, match="mpu_=object has neither get_tensor_model_parallel_group"):
+        deepspeed_checkpointing.configure(object(), partition_activations=True)
 
 
 def alone() -> tuple[int, str]:
