@@ -21,7 +21,7 @@ class Way:
     """What keeps long-lived tensors apart from short-lived ones."""
 
     contiguous: bool = False
-    """Checkpoints in one block of memory (M_d)."""
+    """Checkpoints in one block of memory, and gradients in another (M_d)."""
     expandable: bool = False
     """torch's own remedy: segments of its allocator that grow."""
 
@@ -85,6 +85,7 @@ def measure(task: FragmentationTask) -> Outcome:
         units=Block,
         clip=CLIP,
         accumulate=task.accumulate,
+        contiguous_gradients=way.contiguous,
     )
     checkpointing = zf.checkpoint_blocks(model, contiguous=way.contiguous, units=Block)
     # The model was in fp32 before it was sharded: that is no part of the run.
