@@ -270,7 +270,7 @@ class CheckpointStore:
     def nbytes(self) -> dict[str, int]:
         """Bytes of kept tensors now, by tier; on the device those that are there beside their copies."""
         taken: dict[str, int] = {} if self._shelf is None else self._shelf.nbytes()
-        return {"host": 0, "nvme": 0, **taken, "device": self._device_nbytes}
+        return {"device": 0, "host": 0, "nvme": 0} | taken | {"device": self._device_nbytes}
 
     @property
     def arena_nbytes(self) -> int:
