@@ -41,6 +41,7 @@ ROOMS = [
     "group_copy",
     "slab",
     "unit",
+    "gradient_arena",
     "segments",
     "calls",
     "buffers",

@@ -102,6 +102,15 @@ def test_arithmetic_is_what_torch_counts() -> None:
     assert "stands for it" in shape.notes[0]
 
 
+def test_a_loss_in_tiles_takes_as_much_as_its_largest_tile() -> None:
+    """Of which a larger batch takes more, one after the other."""
+    size = GPTSize(vocab=4096, width=16, layers=2, heads=2, seq=64)
+    shape = trace(GPT(size, loss_tokens=64), TOKENS, precision="fp32", checkpoint_every=[1])
+    tile = 64 * size.vocab * 4
+    alive = max(moment.alive.at(8) for moment in shape.activity(1).moments)
+    assert tile <= alive <= 5 * tile  # the whole logits of 8 samples would be 8 tiles, three times
+
+
 def test_equal_blocks_are_told_once() -> None:
     shape = trace(GPT(SIZE), TOKENS, checkpoint_every=[0])
     assert [(unit.name, unit.count) for unit in shape.units] == [("", 1), ("blocks.0", 4)]

@@ -16,7 +16,9 @@ def main() -> None:
 
 def build_app() -> typer.Typer:
     """All commands. Built when called, so that rank processes, which import this file, do not load them."""
+    from zerofold.bench.activation import bench_activation_command
     from zerofold.bench.comm import bench_comm_command
+    from zerofold.bench.fragmentation import bench_fragmentation_command
     from zerofold.bench.io import bench_io_command
     from zerofold.bench.memory import bench_memory_command
     from zerofold.bench.mixed import bench_mixed_command
@@ -58,6 +60,8 @@ def build_app() -> typer.Typer:
     bench_app.command("io")(bench_io_command)
     bench_app.command("memory")(bench_memory_command)
     bench_app.command("offload")(bench_offload_command)
+    bench_app.command("activation")(bench_activation_command)
+    bench_app.command("fragmentation")(bench_fragmentation_command)
     bench_app.command("plan")(bench_plan_command)
     bench_app.command("precision")(bench_precision_command)
     app.add_typer(bench_app, name="bench")

@@ -19,6 +19,7 @@ from zerofold.changes import Changes
 from zerofold.dealing import live_bound, split
 from zerofold.entry import EngineLink, Entry, Home
 from zerofold.filling import fill_new
+from zerofold.gradient_arena import reserve_gradients
 from zerofold.gradients_away import AwayGradients
 from zerofold.groups import Groups
 from zerofold.hooks import Hooks
@@ -106,6 +107,7 @@ class Engine:
         offloading: Offloading | None = None,
         patience: float | None = None,
         check_replicas: int | None = None,
+        contiguous_gradients: bool = False,
     ) -> None:
         self.model, self.row, self.groups, self.precision = model, row, groups, precision
         self.watch = Watch.over(groups, patience=patience)
@@ -146,6 +148,8 @@ class Engine:
                 self._end_groups()
                 raise
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
+        if contiguous_gradients:
+            reserve_gradients([slab for unit in self.units for slab in unit.slabs], device)
         self.scaler = LossScaler(precision.scaling)
         self.boundary = Boundary(precision, self.scaler)
         self.reducer = Reducer(groups.reduce, groups.across, self.pool)

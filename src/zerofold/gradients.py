@@ -33,6 +33,7 @@ class Gradients(Protocol):
     def abandon(self) -> None: ...
     def take_local(self, index: int) -> Tensor | None: ...
     def put_local(self, index: int, gradient: Tensor) -> None: ...
+    def lie_in(self, flat: Tensor) -> None: ...
     @property
     def nbytes(self) -> int: ...
 
@@ -48,12 +49,19 @@ class WholeGradients:
         self.parameters, self.layout = parameters, layout
         self.arrived_since_reduce: set[int] = set()
         self._flat: Tensor | None = None
+        self._is_reserved = False
         self._under_way: Reducer | None = None
+
+    def lie_in(self, flat: Tensor) -> None:
+        """From now on autograd adds up in this memory of zeros, from the first backward on."""
+        self._flat, self._is_reserved = flat, True
 
     def before_accumulate(self, index: int) -> None:
         if self._under_way is not None:  # autograd must not add to what is being reduced in place
             self._under_way.finish()
             self._under_way = None
+        if self._is_reserved and self.parameters[index].grad is None:
+            self.parameters[index].grad = self._view(self._storage(), index).zero_()
 
     def arrived(self, index: int) -> None:
         _refuse_sparse(self.parameters[index])
@@ -145,6 +153,11 @@ class FaceGradients:
         self._taken: set[int] = set()  # p.grad is None because we took it, not because the user cleared it
         self._on_parameters = [FaceGradient(face) for face in faces]
         self._flat: Tensor | None = None
+        self._is_reserved = False
+
+    def lie_in(self, flat: Tensor) -> None:
+        """From now on pieces are in this memory of zeros, those of a rank alone too."""
+        self._flat, self._is_reserved = flat, True
 
     def before_accumulate(self, index: int) -> None:
         self._notice_clearing(index)
@@ -245,7 +258,9 @@ class FaceGradients:
         self.parameters[index].grad = self._on_parameters[index]
 
     def _adopt(self, local: list[Tensor | None], scale: float) -> None:
-        """Alone, the local gradient is the mean and becomes the piece itself: no copy, and no wider than it came."""
+        """Alone, the local gradient is the mean and becomes the piece itself: no copy, and no wider than it came. Into
+        memory that is reserved for it, it is copied.
+        """
         for index, gradient in enumerate(local):
             if gradient is None:
                 continue
@@ -253,6 +268,9 @@ class FaceGradients:
                 gradient = gradient.to(self.dtypes.accumulation).mul_(scale)
             shown = self.faces[index].grad
             if not isinstance(shown, ShardedTensor):
+                if self._is_reserved:
+                    gradient = self._piece(index).copy_(gradient)
+                    self._holds_value[index] = True
                 self._show(index, adopted=gradient)
                 continue
             earlier = shown.form

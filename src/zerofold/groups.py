@@ -54,9 +54,8 @@ class Groups:
         )
 
     def destroy(self) -> None:
-        destroy(self.mesh, (*self.made, self.control.group))
-        if self.model is not None and dist.is_initialized():
-            dist.destroy_process_group(self.model.group)
+        model = () if self.model is None else (self.model.group,)
+        destroy(self.mesh, (*self.made, self.control.group, *model))
 
 
 class _Maker:
@@ -117,9 +116,10 @@ def make_model_group(groups: list[list[int]], control: Comm) -> Comm | None:
 
 
 def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup]) -> None:
-    """A group made by its members alone is named after them: made anew, it would find the old one's addresses in the
-    store. So those of a mesh over some of the ranks live on until torch.distributed itself ends. Where it has ended
-    before, which scripts do that clean up in the other order, so have they.
+    """A group made by its members alone is named after them and the number of groups there are: made anew, or after
+    another one has gone, it would find the old one's addresses in the store. So those of a mesh over some of the ranks
+    live on until torch.distributed itself ends. Where it has ended before, which scripts do that clean up in the other
+    order, so have they.
     """
     if dist.is_initialized() and _has_everyone(mesh):
         for group in groups:

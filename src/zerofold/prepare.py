@@ -71,6 +71,7 @@ def prepare(
     overlap: bool = True,
     patience: float | None = None,
     check_replicas: int | None = None,
+    contiguous_gradients: bool = False,
 ) -> tuple[Model, Opt]:
     """Shards `model` and re-bases `optimizer` on it, both in place; returns the same two objects.
 
@@ -111,6 +112,7 @@ def prepare(
         live_bytes=live_bytes,
         patience=patience,
         check_replicas=check_replicas,
+        contiguous_gradients=contiguous_gradients,
         **chosen,
     )
     try:
@@ -140,6 +142,7 @@ def shard(
     overlap: bool = True,
     patience: float | None = None,
     check_replicas: int | None = None,
+    contiguous_gradients: bool = False,
 ) -> Model:
     """Places the model's states over the ranks as the stage says, in place; every rank starts from rank 0's weights.
 
@@ -175,6 +178,10 @@ def shard(
     check_replicas
                   before every so many steps, compare what several ranks hold alike (whole parameters, copies across
                   groups, buffers) bit by bit, and raise where one differs; off by default
+    contiguous_gradients
+                  gradients on the device lie in one block that is there before the first forward, apart from
+                  short-lived tensors: less fragmentation where shapes vary. A rank alone copies them there, and has
+                  their memory in forward too
 
     >>> import torch, zerofold as zf
     >>> model = zf.shard(torch.nn.Linear(64, 64), stage=3)
@@ -222,6 +229,7 @@ def shard(
             offloading=offloading,
             patience=patience,
             check_replicas=check_replicas,
+            contiguous_gradients=contiguous_gradients,
         )
     except torch.OutOfMemoryError as error:
         entries = [entry for entries in plan.assigned.values() for entry in entries]

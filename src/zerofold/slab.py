@@ -15,6 +15,8 @@ elsewhere                   this rank's piece, in the memory that a gradient of 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,12 @@ from zerofold.memory import Done, FlatStorage, FromFile
 from zerofold.placement import Tier, Tiers
 from zerofold.shard_spec import ShardSpec
 from zerofold.sharded import ShardedParameter
+
+
+class GradientRoom(NamedTuple):
+    elements: int
+    dtype: torch.dtype
+
 
 _BROUGHT_AT_ONCE = 2**24  # elements of a master, on their way to be cast on the device
 
@@ -435,6 +443,15 @@ class Slab:
         if self.dtypes.has_master:
             entry.parameter._master = entry.face  # type: ignore[attr-defined]  # for zf.full
         return entry.face
+
+    @property
+    def gradient_room(self) -> GradientRoom | None:
+        """What its gradients take on the device from one backward to the step; None where they are elsewhere."""
+        if not self.requires_grad or self.tiers.gradients is not Tier.DEVICE:
+            return None
+        if isinstance(self.gradients, WholeGradients):
+            return GradientRoom(self.layout.size, self.parameters[0].dtype)
+        return GradientRoom(self.layout.shard_size(self.place), self.gradient_dtype)
 
     def _gradients(self) -> Gradients:
         faces = [face for face in self.faces if isinstance(face, ShardedParameter)]

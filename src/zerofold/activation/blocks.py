@@ -21,6 +21,7 @@ from zerofold.activation.chains import NO_CHAIN, first_of, groups_of, run_in_tur
 from zerofold.activation.checkpointing import Policy, checkpoint
 from zerofold.activation.store import CheckpointStore
 from zerofold.engine import Engine
+from zerofold.parallel.mesh import Mesh
 from zerofold.units import UnitChoice, find_units
 
 _ON_MODEL = "_zerofold_checkpointing"
@@ -37,6 +38,7 @@ def checkpoint_blocks(
     keep: str = "device",
     contiguous: bool = False,
     path: str | os.PathLike[str] | None = None,
+    partition: Mesh | None = None,
     units: UnitChoice = None,
     use_reentrant: bool = False,
     budget: int | None = None,
@@ -52,6 +54,8 @@ def checkpoint_blocks(
     contiguous     with keep="device": in one block of memory for all of a step, used again in the next
     path           the folder for keep="nvme", without which "auto" does not go there
     budget         with keep="auto": bytes that training may take of the device; by default all that it has
+    partition      a `zf.mesh`: of inputs that the ranks along its tensor axis hold alike, each keeps its part, wherever
+                   `keep` says; they are rebuilt by an all-gather one block ahead of their use. All ranks must call it.
     units          which modules are blocks, as for `zf.prepare`; by default the units of a sharded model, and the
                    repeated blocks of any other
     use_reentrant  as torch means it
@@ -79,20 +83,26 @@ def checkpoint_blocks(
         raise ValueError("policy= needs a checkpoint that is not reentrant: leave use_reentrant=True out")
     if keep != AUTO and budget is not None:
         raise ValueError(f'budget={budget} is for keep="auto", not for keep={keep!r}: leave it out')
-    is_fixed = keep != AUTO and (keep != "device" or contiguous)
-    store = CheckpointStore(keep, path=path) if is_fixed else None
+    if partition is not None and not isinstance(partition, Mesh):
+        raise ValueError(f"partition={partition!r}: give what zf.mesh(tensor=…) returned")
+    is_cut = partition is not None and partition.tensor > 1
+    is_stored = keep != AUTO and (keep != "device" or contiguous or is_cut)
+    store = CheckpointStore(keep, path=path, partition=partition) if is_stored else None
     blocks = _blocks_of(model, units)
     twice = next((name for name, module in blocks.items() if _ON_BLOCK in vars(module)), None)
     if twice is not None:
         raise ValueError(f"checkpoint_blocks: {twice!r} is checkpointed already: call remove() on what came back first")
     if not blocks:
         raise ValueError("checkpoint_blocks: no repeated blocks were found in this model: name them with units=")
-    run = partial(checkpoint, use_reentrant=use_reentrant, policy=policy)
-    groups = groups_of(blocks, every)
+    run: Callable[..., Any] = partial(checkpoint, use_reentrant=use_reentrant, policy=policy)
+    auto = None
     if keep == AUTO:
-        auto = Automatic(blocks, every, path=path, budget=budget, model=weakref.ref(model), run=run)
-        return Checkpointing(model, groups, auto, None)
-    return Checkpointing(model, groups, partial(run, store=store), store)
+        run = auto = Automatic(blocks, every, path=path, budget=budget, model=weakref.ref(model), run=run)
+    else:
+        run = partial(run, store=store)
+    names = {module: name for name, module in blocks.items()}
+    groups = [_Group(modules, run, names[modules[0]]) for modules in groups_of(blocks, every)]
+    return Checkpointing(model, groups, auto, store)
 
 
 class Checkpointing:
@@ -112,20 +122,20 @@ class Checkpointing:
     def __init__(
         self,
         model: nn.Module,
-        groups: list[list[nn.Module]],
-        run: Callable[..., Any],
+        groups: list[_Group],
+        auto: Automatic | None,
         store: CheckpointStore | None,
     ) -> None:
         self._model = weakref.ref(model)
-        self._auto = run if isinstance(run, Automatic) else None
-        self._store, self._modules = store, [module for group in groups for module in group]
+        self._auto, self._store = auto, store
+        self._modules = [module for group in groups for module in group.modules]
         self.groups = len(groups)
         """Inputs that are kept in a forward, where blocks take one each."""
-        self.first_blocks = [group[0] for group in groups]
+        self.first_blocks = [group.modules[0] for group in groups]
         """Those whose inputs are kept."""
-        for modules in groups:
-            group = _Group(modules, run, self._is_on)
-            for index, module in enumerate(modules):
+        for group in groups:
+            group.checkpointing = self
+            for index, module in enumerate(group.modules):
                 _turn_into(module, _Member(group, index))
         setattr(model, _ON_MODEL, self)
 
@@ -169,7 +179,13 @@ class Checkpointing:
         """Of the contiguous block on the device, used or not."""
         return sum(store.arena_nbytes for store in self._stores)
 
-    def _is_on(self) -> bool:
+    @property
+    def sent_nbytes(self) -> int:
+        """What this rank has sent to rebuild inputs that were cut, as a ring would send it."""
+        partition = None if self.store is None else self.store.partition
+        return 0 if partition is None else partition.sent_nbytes
+
+    def is_on(self) -> bool:
         model = self._model()
         engine = None if model is None else getattr(model, "_zerofold_engine", None)
         is_accumulating = isinstance(engine, Engine) and engine.hooks.is_accumulating
@@ -186,15 +202,17 @@ def _nothing() -> None:
 class _Group:
     """Blocks that are computed again together, from the input of the first."""
 
-    def __init__(self, modules: list[nn.Module], run: Callable[..., Any], is_on: Callable[[], bool]) -> None:
+    def __init__(self, modules: list[nn.Module], run: Callable[..., Any], name: str) -> None:
+        self.modules, self.name = modules, name
+        self.checkpointing: Checkpointing | None = None
         self._calls = [partial(_plain_call, module) for module in modules]
-        self._run, self._is_on = run, is_on
+        self._plain_run = run
         self._given: tuple[Any, Any] | None = None  # with what the first was called, until the last has passed
         self._result: Any = None
         self._turn = _Turn(self._calls)
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._is_on():
+        if self.checkpointing is None or not self.checkpointing.is_on():
             return self._calls[index](*args, **kwargs)
         kwargs = {key: _CACHES.get(key, value) for key, value in kwargs.items()}
         if index == 0:
@@ -208,6 +226,13 @@ class _Group:
         if self._given is None:  # by itself, without the blocks before
             return self._run(self._calls[index], *args, **kwargs)
         return self._pass(index, args, kwargs)
+
+    def _run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self.checkpointing is not None
+        store = self.checkpointing.store
+        if store is not None and not store.depth:
+            store.name = self.name
+        return self._plain_run(fn, *args, **kwargs)
 
     def _pass(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """This block has been computed with the first: what comes in is what goes out."""

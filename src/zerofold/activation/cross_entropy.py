@@ -9,6 +9,7 @@ tokens  [ tile ][ tile ][ tile ]      a tile of logits is made, used and dropped
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +50,9 @@ def cross_entropy(
     tensor(8.)
     """
     _check(hidden, weight, targets, bias, chunk, vocabulary_chunk, label_smoothing, reduction)
-    words = _Words.of(weight)
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype is not torch.float64:  # which autocast leaves
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    words, device = _Words.of(weight), hidden.device.type
+    if _knows_autocast(device) and torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(device)  # fp64 is left as it is by autocast, too
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     tiles = _Tiles(chunk, vocabulary_chunk, ignore_index, label_smoothing, words)
@@ -112,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, tiles: _Tiles
     ) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device.type):
             rows = [_row(hidden, weight, bias, targets, tiles, tokens) for tokens in _tokens(hidden, tiles)]
         losses, sums = zip(*rows, strict=True)
         ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(sums))
@@ -136,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         to_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if wants_bias else None
         gradient = gradient.masked_fill(targets == tiles.ignore_index, 0)
         group = tiles.here.group
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device.type):
             for tokens in _tokens(hidden, tiles):
                 part = hidden[tokens]
                 row = torch.zeros(part.shape, dtype=wide, device=part.device) if wants_hidden else None
@@ -225,6 +226,15 @@ def _words(weight: Tensor, tiles: _Tiles) -> Iterator[slice]:
 
 def _pieces(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _knows_autocast(device: str) -> bool:
+    """The meta device, on which plans are made, does not."""
+    return torch.amp.is_autocast_available(device)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False) if _knows_autocast(device) else nullcontext()
 
 
 def _check(

@@ -6,8 +6,9 @@ import errno
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,9 +47,16 @@ class Layout(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
+class Ends(Protocol):
+    """Work that was set going."""
+
+    def wait(self) -> None:
+        """Returns when the current stream may use what came of it."""
+
+
 class Arrived(NamedTuple):
     tensor: Tensor
-    done: Done
+    done: Ends
 
 
 @dataclass
@@ -88,6 +96,12 @@ class DeviceShelf:
     def get(self, item: Item) -> Arrived:
         assert item.slot is not None
         return Arrived(item.layout.over(item.slot.memory), Done())
+
+    def fill(self, item: Item, target: Tensor, then: Callable[[], Ends]) -> Ends:
+        """Copies it to where the caller wants it; `then` is behind the copy, in the same stream."""
+        assert item.slot is not None
+        target.copy_(item.layout.over(item.slot.memory))
+        return then()
 
     def give(self, item: Item) -> None:
         if item.slot is not None:
@@ -136,11 +150,15 @@ class HostShelf:
 
     def get(self, item: Item) -> Arrived:
         """On its way to the device; the memory there belongs to the stream that asks for it."""
-        assert item.slot is not None
         target = item.layout.empty(self._device)
+        return Arrived(target, self.fill(item, target, self._transfers.done))
+
+    def fill(self, item: Item, target: Tensor, then: Callable[[], Ends]) -> Ends:
+        """Copies it to where the caller wants it; `then` is behind the copy, in the same stream."""
+        assert item.slot is not None
         with self._transfers.up():
             target.copy_(item.layout.over(item.slot.memory), non_blocking=True)
-            return Arrived(target, self._transfers.done())
+            return then()
 
     def give(self, item: Item) -> None:
         if item.slot is not None:
@@ -192,19 +210,26 @@ class DiskShelf(HostShelf):
             item.slot = self._slots.take(item.layout.nbytes)
             item.reading = store.read(extent.offset, item.slot.memory)
 
-    def get(self, item: Item) -> Arrived:
+    def fill(self, item: Item, target: Tensor, then: Callable[[], Ends]) -> Ends:
         self._reclaim()
         self.fetch(item)
         if item.reading is not None:
             item.reading.wait()
-        arrived = super().get(item)
+        copied = Done()
+
+        def after() -> Ends:
+            nonlocal copied
+            copied = self._transfers.done()
+            return then()
+
+        ends = super().fill(item, target, after)
         if item.reading is not None:
             assert item.slot is not None
-            self._passing.append((item.slot, None, arrived.done))
+            self._passing.append((item.slot, None, copied))
             item.slot = item.reading = None
         else:
-            item.done = arrived.done  # before it threads may not fill the slot again, which know nothing of streams
-        return arrived
+            item.done = copied  # before it threads may not fill the slot again, which know nothing of streams
+        return ends
 
     def give(self, item: Item) -> None:
         self._returned.append(item)

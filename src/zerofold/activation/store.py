@@ -14,15 +14,19 @@ import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from zerofold.activation.shelves import Item, Shelf, make_shelf
+from zerofold.activation.partition import Partition, Whole
+from zerofold.activation.shelves import Ends, Item, Shelf, make_shelf
 from zerofold.memory import Done
+from zerofold.parallel.mesh import Mesh
 from zerofold.placement import Tier
 
 AT_ONCE = 2  # blocks whose inputs are on the device: the one that computes, and its neighbour on its way
@@ -31,15 +35,16 @@ AT_ONCE = 2  # blocks whose inputs are on the device: the one that computes, and
 class Kept:
     """One tensor: its place on the shelf, and what is on the device of it now. When it goes, its place is free."""
 
-    def __init__(self, shelf: Shelf, tensor: Tensor) -> None:
-        self._shelf = shelf
-        self._item: Item = shelf.put(tensor)
-        self.nbytes = self._item.layout.nbytes
+    def __init__(self, shelf: Shelf, tensor: Tensor, whole: Whole | None = None) -> None:
+        """`whole`: what to make of it, where the ranks of a partition keep a part each."""
+        self._shelf, self._whole = shelf, whole
+        self._item: Item = shelf.put(tensor if whole is None else whole.partition.part_of(tensor))
+        self.nbytes = (self._item if whole is None else whole).layout.nbytes
         self.version = tensor._version
         # Without its graph. A shelf on the device has a copy, and the tensor may go at once.
         self._here: Tensor | None = tensor.detach() if shelf.frees_device else None
         self._is_origin = self._here is not None
-        self._arrival = Done()
+        self._arrival: Ends = Done()
         self._lent: TensorWeakRef | None = None
         self._is_changed = False
 
@@ -65,10 +70,14 @@ class Kept:
 
     def start(self) -> None:
         """It is wanted next: its copy to the device begins."""
-        if self._here is None:
+        if self._here is None and self._whole is None:
             self._here = None if self._lent is None else self._lent()
         if self._here is None:
-            self._here, self._arrival = self._shelf.get(self._item)
+            # All ranks of a partition must come here alike, so it cannot be asked what is still in use.
+            whole = self._whole
+            self._here, self._arrival = (
+                self._shelf.get(self._item) if whole is None else whole.rebuild(self._shelf, self._item)
+            )
             self._is_origin = False
 
     def use(self) -> Tensor:
@@ -107,6 +116,8 @@ class Block:
 
     def __init__(self, before: Block | None) -> None:
         self.kept: list[Kept] = []
+        self.is_wanted = False
+        """Backward has come to it."""
         self._before = None if before is None else weakref.ref(before)
 
     @property
@@ -125,6 +136,7 @@ class Place:
 
 class _Calls(threading.local):
     depth = 0
+    name = "a checkpoint"
 
 
 class CheckpointStore:
@@ -133,7 +145,9 @@ class CheckpointStore:
     The memory is taken with the first tensor and used again in every step. Where the device is the host, copies are
     made all the same.
 
-    path   the folder for "nvme"
+    path       the folder for "nvme"
+    partition  a `zf.mesh`: inputs, which the ranks along its tensor axis hold alike, are cut, and each keeps its part;
+               they are rebuilt one block ahead of their use. All ranks must make the store.
 
     >>> import torch, zerofold as zf
     >>> store, x = zf.CheckpointStore("host"), torch.ones(2, 2, requires_grad=True)
@@ -145,7 +159,13 @@ class CheckpointStore:
     >>> store.close()
     """
 
-    def __init__(self, keep: str = "host", *, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        keep: str = "host",
+        *,
+        path: str | os.PathLike[str] | None = None,
+        partition: Mesh | dist.ProcessGroup | None = None,
+    ) -> None:
         try:
             self.tier = Tier(keep)
         except ValueError:
@@ -155,6 +175,7 @@ class CheckpointStore:
         if self.tier is Tier.NVME and path is None:
             raise ValueError('keep="nvme" needs a folder on the disk: add path=')
         self._path = path
+        self.partition = None if partition is None else Partition.over(partition)
         self._shelf: Shelf | None = None
         self._device: torch.device | None = None
         self._present: weakref.WeakSet[Kept] = weakref.WeakSet()  # on the device, or there when last looked
@@ -176,11 +197,29 @@ class CheckpointStore:
     def depth(self, depth: int) -> None:
         self._calls.depth = depth
 
+    @property
+    def name(self) -> str:
+        """Of whose inputs are kept next in this thread, for messages."""
+        return self._calls.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._calls.name = name
+
+    def look_at(self, given: Sequence[Tensor], chosen: list[Tensor]) -> None:
+        """Before the inputs `chosen` of those given are cut, if they are."""
+        if self.partition is not None:
+            self.partition.note_parts(self.name, given)
+            self.partition.check_alike(self.name, chosen)
+
     def begin(self) -> Block:
         """For the next call. Inputs of the call before the last one leave the device."""
         while len(self._resident) >= AT_ONCE:
             self._let_go(self._resident.popleft()())
-        block = Block(None if self._last is None else self._last())
+        last = None if self._last is None else self._last()
+        if last is not None and self._comes_late(last):  # another forward begins
+            last = None
+        block = Block(last)
         self._last = weakref.ref(block)
         self._resident.append(self._last)
         return block
@@ -190,7 +229,8 @@ class CheckpointStore:
         found = self._seen.get(tensor)
         kept: Kept | None = None if found is None else found()
         if kept is None or kept.version != tensor._version:
-            kept = Kept(self._shelf_on(tensor.device), tensor)
+            whole = None if self.partition is None else self.partition.whole(tensor, self.name)
+            kept = Kept(self._shelf_on(tensor.device), tensor, whole)
             self._seen[tensor] = weakref.ref(kept)
         block.kept.append(kept)
         self._present.add(kept)
@@ -200,10 +240,11 @@ class CheckpointStore:
     def get(self, place: Place) -> Tensor:
         """The tensor, on the device; those of the block before are set going."""
         before = place.block.before
+        place.block.is_wanted = True
         place.kept.start()
         self._present.add(place.kept)
-        for kept in () if before is None else before.kept:
-            if self.tier is Tier.HOST:
+        for kept in () if before is None or self._comes_late(before) else before.kept:
+            if self.tier is Tier.HOST or (self.tier is Tier.DEVICE and self.partition is not None):
                 kept.start()
                 self._present.add(kept)
             else:
@@ -231,7 +272,7 @@ class CheckpointStore:
     def nbytes(self) -> dict[str, int]:
         """Bytes of kept tensors now, by tier; on the device those that are there beside their copies."""
         taken: dict[str, int] = {} if self._shelf is None else self._shelf.nbytes()
-        return {"device": self._device_nbytes, "host": 0, "nvme": 0, **taken}
+        return {"device": 0, "host": 0, "nvme": 0} | taken | {"device": self._device_nbytes}
 
     @property
     def arena_nbytes(self) -> int:
@@ -240,10 +281,14 @@ class CheckpointStore:
 
     @property
     def _device_nbytes(self) -> int:
+        """On a device that keeps them, those rebuilt from their parts count besides."""
+        own = 0
         if self._shelf is not None and not self._shelf.frees_device:
-            return self._shelf.nbytes()["device"]
+            own = self._shelf.nbytes()["device"]
+            if self.partition is None:
+                return own
         self._present -= {kept for kept in self._present if not kept.is_here}
-        return sum(kept.nbytes for kept in self._present)
+        return own + sum(kept.nbytes for kept in self._present)
 
     def _note_peak(self) -> None:
         self.peak_device_nbytes = max(self.peak_device_nbytes, self._device_nbytes)
@@ -255,9 +300,17 @@ class CheckpointStore:
             raise ValueError(f"a checkpoint on {device}, in a store that has those of {self._device}: use one for each")
         return self._shelf
 
+    def _comes_late(self, block: Block) -> bool:
+        """Whether backward has been there. With a partition it counts, and not what is left in memory of it: whether a
+        part is gathered must be the same on all ranks.
+        """
+        return self.partition is not None and block.is_wanted
+
     def _let_go(self, block: Block | None) -> None:
         for kept in () if block is None else block.kept:
             kept.let_go()
 
     def __deepcopy__(self, memo: Any) -> CheckpointStore:
+        if self.partition is not None:
+            raise ValueError("a store that cuts inputs over tensor ranks cannot be copied: make a new one on all ranks")
         return CheckpointStore(self.tier.value, path=self._path)

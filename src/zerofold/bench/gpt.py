@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zerofold.activation.cross_entropy import cross_entropy
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTSize:
@@ -64,12 +66,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token and position embeddings, blocks, an untied head; forward returns the mean cross-entropy.
 
-    With `checkpointing` a block keeps only its input for backward and is computed again there.
+    With `checkpointing` a block keeps only its input for backward and is computed again there; with `loss_tokens` the
+    logits of at most so many tokens are there at once.
     """
 
-    def __init__(self, size: GPTSize, *, checkpointing: bool = False) -> None:
+    def __init__(self, size: GPTSize, *, checkpointing: bool = False, loss_tokens: int | None = None) -> None:
         super().__init__()
-        self.checkpointing = checkpointing
+        self.checkpointing, self.loss_tokens = checkpointing, loss_tokens
         self.tokens = nn.Embedding(size.vocab, size.width)
         self.positions = nn.Embedding(size.seq, size.width)
         self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
@@ -80,6 +83,8 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        if self.loss_tokens is not None:
+            return cross_entropy(self.norm(x), self.head.weight, targets, chunk=self.loss_tokens)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.reshape(-1))
 

@@ -88,7 +88,7 @@ def measure(task: OffloadTask) -> Outcome:
     engine = OFFLOAD_ENGINES[task.engine]
     for module in (*LAZY_IMPORTS, *engine.needs):
         importlib.import_module(module)
-    device = _open_device(task.device, task.device_limit if engine.is_limited else None)
+    device = open_device(task.device, task.device_limit if engine.is_limited else None)
     require_ops(engine)
     torch.manual_seed(0)
     model = _build_model(task.size, torch.device("meta") if engine.is_large else device)
@@ -147,7 +147,7 @@ def measure(task: OffloadTask) -> Outcome:
     )
 
 
-def _open_device(name: str, limit: int | None) -> torch.device:
+def open_device(name: str, limit: int | None) -> torch.device:
     """The device of this process, and a process group of one rank."""
     device = torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
     if device.type == "cuda":

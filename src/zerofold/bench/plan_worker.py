@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import zerofold as zf
 from zerofold.bench.memory import make_finite
+from zerofold.bench.meters import Meter, meter_on
 from zerofold.bench.plan_models import PlanModel, plan_model
 from zerofold.bench.plan_predicted import BUFFER_BYTES, Rates, Run, peak_bytes, step_seconds
 from zerofold.plan.shape import ModelShape
@@ -105,7 +104,7 @@ def _measure_row(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=runs[0].world, store=FakeStore())
-    meter = _CudaMeter() if device.type == "cuda" else _CpuMeter()
+    meter = meter_on(device)
     with meter.watching():
         seconds = _train(model, runs, task, device, meter)
     gc.collect()
@@ -120,9 +119,7 @@ def _label(run: Run) -> str:
     return f"batch {run.batch}, checkpointing {run.checkpointing}"
 
 
-def _train(
-    model: PlanModel, runs: list[Run], task: PlanTask, device: torch.device, meter: _CudaMeter | _CpuMeter
-) -> dict[Run, float]:
+def _train(model: PlanModel, runs: list[Run], task: PlanTask, device: torch.device, meter: Meter) -> dict[Run, float]:
     torch.manual_seed(0)
     with device:
         module = model.build().train()
@@ -164,66 +161,6 @@ def _step(module: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, 
         make_finite(optimizer)
     optimizer.step()
     optimizer.zero_grad()
-
-
-class _CudaMeter:
-    """By the allocator's own count."""
-
-    def __init__(self) -> None:
-        self._peaks: dict[str, int] = {}
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        yield
-
-    @contextmanager
-    def measuring(self, label: str) -> Iterator[None]:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        yield
-        torch.cuda.synchronize()
-        self._peaks[label] = torch.cuda.max_memory_allocated()
-
-    def peaks(self) -> dict[str, int]:
-        return self._peaks
-
-
-class _CpuMeter:
-    """The CPU's allocator keeps no count, so torch's profiler logs every allocation from the first one on."""
-
-    def __init__(self) -> None:
-        self._profile: Any = None
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as self._profile:
-            yield
-
-    @contextmanager
-    def measuring(self, label: str) -> Iterator[None]:
-        with record_function(f"{_MEASURED}{label}"):
-            yield
-
-    def peaks(self) -> dict[str, int]:
-        events = sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-        windows = {
-            event.name().removeprefix(_MEASURED): (event.start_ns(), event.end_ns())
-            for event in events
-            if event.name().startswith(_MEASURED)
-        }
-        peaks = dict.fromkeys(windows, 0)
-        now = 0
-        for event in events:
-            if event.name() != "[memory]":
-                continue
-            now += event.nbytes()
-            for label, (start, end) in windows.items():
-                if start <= event.start_ns() <= end:
-                    peaks[label] = max(peaks[label], now)
-        return peaks
-
-
-_MEASURED = "measured: "
 
 
 def measure_rates(device: torch.device, precision: str) -> Rates:

@@ -12,7 +12,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from zerofold.activation.store import CheckpointStore
+from zerofold.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,10 @@ def keeping() -> Keeping:
     return _KEEPING.get() or Keeping()
 
 
-def keep_as(section: Mapping[str, Any]) -> None:
+def keep_as(section: Mapping[str, Any], tensor_ranks: Mesh | dist.ProcessGroup | None = None) -> None:
     """From now on as a section "activation_checkpointing" says; memory of what was said before goes with its graphs.
+
+    tensor_ranks   over whom `partition_activations` cuts inputs; all of them must call this
 
     >>> keep_as({"cpu_checkpointing": True})
     >>> keeping().store.tier.value
@@ -44,8 +49,9 @@ def keep_as(section: Mapping[str, Any]) -> None:
     >>> keep_as({})
     """
     store = None
+    partition = tensor_ranks if section.get("partition_activations") else None
     if section.get("cpu_checkpointing"):
-        store = CheckpointStore("host")
-    elif section.get("contiguous_memory_optimization"):
-        store = CheckpointStore("device")
+        store = CheckpointStore("host", partition=partition)
+    elif section.get("contiguous_memory_optimization") or partition is not None:
+        store = CheckpointStore("device", partition=partition)
     _KEEPING.set(Keeping(store, bool(section.get("synchronize_checkpoint_boundary"))))

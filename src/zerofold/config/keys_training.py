@@ -13,7 +13,10 @@ from zerofold.config.kinds import FLAG, MAPPING, REAL, TEXT, choice, number, who
 
 _DISK = "zerofold reads and writes the disk without libaio, in blocks and threads of its own choice"
 _OWN_CHECKPOINTS = "zerofold writes its own checkpoints, one file per rank, each checked and renamed when whole"
-_PARTITION = "cutting them over tensor ranks is still to come: kept whole; without such ranks there is nothing to cut"
+_PARTITION = (
+    "cut over the tensor ranks named by deepspeed.checkpointing.configure(mpu) or checkpoint_blocks(partition=mesh); "
+    "without such ranks there is nothing to cut"
+)
 _NUMBER = "the memory for them is what the first step turns out to need"
 _PROFILE = "zf.ledger(model).record() shows where the time of a step goes"
 _TENSOR_PARALLEL = "tensor parallelism is still to come; use data parallelism alone"

@@ -199,7 +199,7 @@ def fit(smaller: Sequence[Stretch], larger: Sequence[Stretch], samples: tuple[in
     for low, high in zip(smaller, larger, strict=True):
         lines = [
             Line(line(a.alive, b.alive), a.gradients, a.sent, a.arrived, line(a.logits, b.logits))
-            for a, b in zip(low.instants, high.instants, strict=True)
+            for a, b in _pairs(low.instants, high.instants)
         ]
         work = Work(line(low.flops, high.flops), line(low.moved, high.moved), low.kernels)
         fitted.append(Fitted(low.phase, low.unit, _highest_of_all(lines), work, line(low.left, high.left)))
@@ -221,8 +221,22 @@ def line_through(low: float, high: float, samples: tuple[int, int]) -> PerSample
     return PerSample(*(int(number) if number.is_integer() else number for number in (fixed, each)))
 
 
-def _key(stretch: Stretch) -> tuple[Phase, int, int]:
-    return stretch.phase, stretch.unit, len(stretch.instants)
+def _key(stretch: Stretch) -> tuple[Phase, int]:
+    return stretch.phase, stretch.unit
+
+
+def _pairs(low: Sequence[Instant], high: Sequence[Instant]) -> list[tuple[Instant, Instant]]:
+    """The same kernel in both batches. Where a larger batch takes more of them (tiles of a cross-entropy, say), the
+    largest instants stand for all, as each reading of a line has it.
+    """
+    if len(low) == len(high):
+        return list(zip(low, high, strict=True))
+    readings: tuple[Callable[[Instant], float], ...] = (
+        lambda instant: instant.total,
+        lambda instant: instant.alive + instant.gradients,
+        lambda instant: instant.alive + instant.gradients + instant.arrived,
+    )
+    return [(max(low, key=reading), max(high, key=reading)) for reading in readings]
 
 
 def _less(one: PerSample, other: PerSample) -> PerSample:

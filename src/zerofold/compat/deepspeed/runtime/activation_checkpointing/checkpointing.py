@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerofold.activation.checkpointing import checkpoint as checkpoint_activations
 from zerofold.compat.activations import keep_as, keeping
 from zerofold.compat.deepspeed.utils.logging import logger
 from zerofold.config import read
+from zerofold.parallel.mesh import Mesh
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -55,6 +57,9 @@ def configure(
 ) -> None:
     """Says how inputs are kept from now on; what is given here counts before the config.
 
+    `mpu_` knows the tensor ranks, over which partition_activations cuts inputs: Megatron's, or a `zf.mesh`. All of
+    them must call this.
+
     >>> configure(checkpoint_in_cpu=True)
     >>> x = torch.ones(2, requires_grad=True)
     >>> checkpoint(torch.square, x).sum().backward(); x.grad
@@ -72,16 +77,31 @@ def configure(
         "profile": profile,
     }
     section |= {name: value for name, value in given.items() if value is not None}
-    keep_as(section)
-    if section.get("partition_activations"):
+    tensor_ranks = _tensor_ranks(mpu_)
+    keep_as(section, tensor_ranks)
+    if section.get("partition_activations") and tensor_ranks is None:
         logger.warning(
-            "deepspeed.checkpointing.configure: partition_activations: cutting them over tensor ranks is still to "
-            "come: kept whole; without such ranks there is nothing to cut"
+            "deepspeed.checkpointing.configure: partition_activations: there are no tensor ranks to cut inputs over, "
+            "so they are kept whole: give mpu_=, or what zf.mesh(tensor=…) returned"
         )
     if section.get("profile"):
         logger.warning(
             "deepspeed.checkpointing.configure: profile: zf.ledger(model).record() shows where the time of a step goes"
         )
+
+
+def _tensor_ranks(mpu: Any) -> Mesh | dist.ProcessGroup | None:
+    """As DeepSpeed asks for them: newer ones by the name of the axis."""
+    if mpu is None or isinstance(mpu, Mesh):
+        return mpu
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        if hasattr(mpu, name):
+            found: dist.ProcessGroup = getattr(mpu, name)()
+            return found
+    raise ValueError(
+        f"mpu_={type(mpu).__name__} has neither get_tensor_model_parallel_group nor get_model_parallel_group: give one "
+        "that has, or what zf.mesh(tensor=…) returned"
+    )
 
 
 def is_configured() -> bool:

@@ -1,0 +1,145 @@
+"""P_a of ZeRO-R: what every tensor rank holds alike is kept by each in part, and rebuilt before it is used.
+
+the input of a block, on each of 4 tensor ranks     | a | b | c | d |
+kept by rank 1                                          | b |                 flat, the last one shorter
+rebuilt, one block ahead of its use                 | a | b | c | d |         an all-gather in place
+
+The gathers have a process group of their own: they are under way while the model's own collectives run, and neither
+waits for the other's order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zerofold.activation.shelves import Arrived, Item, Layout, Shelf
+from zerofold.comm import ALONE, Comm, Handle, Traffic
+from zerofold.parallel.mesh import TENSOR, Mesh
+
+_GROUP = "checkpoints"
+
+
+class Whole(NamedTuple):
+    """What a kept part is of."""
+
+    partition: Partition
+    layout: Layout
+    name: str
+
+    def rebuild(self, shelf: Shelf, item: Item) -> Arrived:
+        """On its way; the memory belongs to the stream that asks for it."""
+        return self.partition.rebuild(self, shelf, item)
+
+
+class Partition:
+    """The ranks over which inputs are cut.
+
+    Every rank asks for the same inputs in the same order, since all of them run the same backward: whether a part is
+    gathered must not depend on what happens to be in memory still.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._looked_at: set[str] = set()
+        self._has_noted = False
+
+    @classmethod
+    def over(cls, where: Mesh | dist.ProcessGroup) -> Partition | None:
+        """Those along the tensor axis of a mesh, or of a group; None where there is one alone, and nothing to cut.
+
+        All ranks of the mesh, or of the group, must call it.
+        """
+        if isinstance(where, Mesh):
+            if where.tensor == 1:
+                return None
+            backend = dist.get_backend() if dist.get_backend() in ALONE else None
+            made = {tuple(ranks): dist.new_group(ranks, backend=backend) for ranks in where.groups(TENSOR)}
+            (group,) = [group for ranks, group in made.items() if dist.get_rank() in ranks]
+            device = torch.device(where.device_mesh.device_type)
+        else:
+            if where.size() == 1:
+                return None
+            ranks = dist.get_process_group_ranks(where)
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        # It lives until torch.distributed ends: see `zerofold.groups.destroy`.
+        return cls(Comm(group, device, Traffic(), overlap=True, name=_GROUP))
+
+    @property
+    def ranks(self) -> int:
+        return self._comm.size
+
+    @property
+    def sent_nbytes(self) -> int:
+        """By this rank, as a ring would send it, since the beginning."""
+        return sum(self._comm.traffic.bytes_by_operation().values())
+
+    def whole(self, tensor: Tensor, name: str) -> Whole:
+        return Whole(self, Layout.of(tensor), name)
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """This rank's range of it: a view, where the tensor has no gaps."""
+        layout = Layout.of(tensor)
+        dense = tensor if tensor.stride() == layout.stride else layout.empty(tensor.device).copy_(tensor)
+        flat = dense.detach().as_strided((dense.numel(),), (1,))
+        size = self._size(flat.numel())
+        return flat[self._comm.rank * size : (self._comm.rank + 1) * size]
+
+    def rebuild(self, whole: Whole, shelf: Shelf, item: Item) -> Arrived:
+        numel, device = whole.layout.shape.numel(), self._comm.device
+        size = self._size(numel)
+        flat = torch.empty(size * self.ranks, dtype=whole.layout.dtype, device=device)
+        first = self._comm.rank * size
+        bounds = range(0, size * self.ranks + 1, size)
+
+        def gather() -> Handle:
+            """Behind the copy of the own part, in its stream: whoever computes meanwhile waits for neither."""
+            return self._comm.all_gather(flat, bounds, unit=whole.name)
+
+        own = flat[first : first + item.layout.shape.numel()]
+        gathering = shelf.fill(item, own, gather)
+        return Arrived(flat[:numel].as_strided(whole.layout.shape, whole.layout.stride).data, gathering)
+
+    def check_alike(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Once for each block, before the first of its inputs is cut: a rank that had other values would compute on a
+        mixture, and nobody would notice.
+        """
+        if name in self._looked_at:
+            return
+        self._looked_at.add(name)
+        own = [_checksum(tensor) for tensor in tensors]
+        everyones = self._comm.all_gather_objects(own, unit=name)
+        if any(other != everyones[0] for other in everyones):
+            raise ValueError(
+                f"partition=: the inputs of {name} are not the same on the {self.ranks} tensor ranks, so they cannot "
+                "be cut: give all of them the same samples and random numbers, or, if they are parts already "
+                "(sequence parallelism), leave partition= out"
+            )
+
+    def note_parts(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Of an input that is a part already; said once."""
+        found = next((tensor for tensor in tensors if isinstance(tensor, DTensor) and tensor.requires_grad), None)
+        if found is not None and not self._has_noted:
+            self._has_noted = True
+            warnings.warn(
+                f"partition=: an input of {name}, {tuple(found.shape)}, is a DTensor: with a part of it on every rank "
+                "(sequence parallelism) there is nothing left to cut, so it is kept as it is",
+                stacklevel=2,
+            )
+
+    def _size(self, numel: int) -> int:
+        return -(-numel // self.ranks)
+
+
+def _checksum(tensor: Tensor) -> list[int]:
+    """A few sums of its bits, which need no memory: of all, of the first half and of every third element."""
+    bits = tensor.detach().reshape(-1).view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
+    sums = [part.sum(dtype=torch.int64) for part in (bits, bits[: len(bits) // 2], bits[::3])]
+    return [tensor.numel(), *torch.stack(sums).tolist()]

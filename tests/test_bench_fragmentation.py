@@ -1,0 +1,50 @@
+"""`zerofold bench fragmentation`: the same training in every way, and the verdict."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from zerofold.bench.fragmentation import SIZES, summarise
+from zerofold.bench.fragmentation_worker import FragmentationTask, Outcome, lengths_of
+from zerofold.cli import build_app
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(build_app(), ["bench", "fragmentation", "--device", "cpu", *args])
+
+
+def test_both_ways_train_alike_and_the_cpu_has_no_books(tmp_path: Path) -> None:
+    result = invoke("--ways", "without,M_d", "--steps", "3", "--json", "--out", str(tmp_path / "out.json"))
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found == json.loads((tmp_path / "out.json").read_text())
+    ways = found["ways"]
+    assert ways["without"]["loss"] == ways["M_d"]["loss"] > 0
+    assert [ways[way]["fragmentation"] for way in ("without", "M_d")] == [None, None]
+
+
+@pytest.mark.parametrize(("fragmentation", "ok"), [(1.09, True), (1.1, False), (None, True)])
+def test_too_much_reserved_fails_with_m_d_alone(fragmentation: float | None, ok: bool) -> None:
+    good = Outcome(peak_reserved=10, peak_allocated=10, fragmentation=1.0, loss=1.0)
+    other = replace(good, fragmentation=fragmentation)
+    assert summarise({"without": good, "M_d": other}, {})["ok"] is ok
+    assert summarise({"without": other, "M_d": good}, {})["ok"]
+    assert not summarise({"M_d": good}, {"without": "no memory"})["ok"]
+
+
+def test_lengths_vary_and_the_longest_is_among_them() -> None:
+    task = FragmentationTask(way="M_d", size=SIZES["cuda"], batch=1, steps=20, accumulate=2, device="cpu")
+    lengths = lengths_of(task)
+    assert lengths == lengths_of(replace(task, way="without"))
+    assert (len(lengths), max(lengths)) == (40, SIZES["cuda"].seq)
+    assert len(set(lengths)) > 30
+
+
+def test_a_way_that_is_none_is_told_in_one_line() -> None:
+    result = invoke("--ways", "best")
+    assert (result.exit_code, result.stderr.startswith("error: there is no way 'best'; the ways are")) == (2, True)
