@@ -14,6 +14,8 @@ from zerofold.placement import ACROSS, AXES, INSIDE, Row
 
 MODEL = "model"
 """The group of those who hold one copy of the model between them."""
+JOB = "job"
+"""The group of all who train it."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,19 @@ class Groups:
     copy: Comm | None  # those who share the second copy of the parameters
     control: Comm  # all ranks of the mesh, for agreements
     model: Comm | None  # those who hold the other parts of this copy of the model, for agreements
+    job: Comm  # all who train this model: what `control` is where no other axis splits it
     mesh: DeviceMesh | None
     made: tuple[dist.ProcessGroup, ...]
 
     @classmethod
     def make(
-        cls, mesh: DeviceMesh | None, row: Row, control: Comm, device: torch.device, model: Comm | None = None
+        cls,
+        mesh: DeviceMesh | None,
+        row: Row,
+        control: Comm,
+        device: torch.device,
+        model: Comm | None = None,
+        job: Comm | None = None,
     ) -> Groups:
         maker = _Maker(mesh, control, device)
         gathered = row.parameters if row.parameters.is_cut else row.optimizer
@@ -49,6 +58,7 @@ class Groups:
             None if row.copy is None else maker.smaller(row.copy.axes),
             control,
             model,
+            job or control,
             mesh,
             tuple(maker.made),
         )
@@ -57,6 +67,7 @@ class Groups:
         destroy(self.mesh, (*self.made, self.control.group))
         if self.model is not None and dist.is_initialized():
             dist.destroy_process_group(self.model.group)
+            dist.destroy_process_group(self.job.group)
 
 
 class _Maker:
@@ -114,6 +125,14 @@ def make_model_group(groups: list[list[int]], control: Comm) -> Comm | None:
     made = {tuple(ranks): dist.new_group(ranks, backend=backend) for ranks in groups}
     (mine,) = [group for ranks, group in made.items() if dist.get_rank() in ranks]
     return Comm(mine, torch.device("cpu"), control.traffic, overlap=control.overlap, name=MODEL)
+
+
+def make_job_group(model: Comm | None, control: Comm) -> Comm:
+    """Of all who train the model, however it is split: what goes wrong on one of them stops all, not its axis alone."""
+    if model is None:
+        return control
+    group = dist.new_group(backend="gloo" if model.is_gloo else dist.get_backend())
+    return Comm(group, torch.device("cpu"), control.traffic, overlap=control.overlap, name=JOB)
 
 
 def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup]) -> None:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _ATTRIBUTE = "_zerofold_part"
+
+
+class PartBox(NamedTuple):
+    """A box of the whole parameter, and where it lies in what this rank has."""
+
+    offsets: tuple[int, ...]  # in the whole
+    sizes: tuple[int, ...]
+    local: tuple[int, ...]  # offsets in this rank's tensor
 
 
 @dataclass(frozen=True)
@@ -26,12 +35,48 @@ class Part:
     start: int
     stop: int
     counts: bool  # in norms and checkpoints: one of the ranks that hold the same values does
+    name: str | None = None  # under which the rank that counts it has it, where that is another name than here
 
     @property
     def local_shape(self) -> torch.Size:
         if self.dim is None:
             return self.shape
         return torch.Size((*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :]))
+
+    @property
+    def is_cut(self) -> bool:
+        return self.dim is not None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank's word counts for what belongs to the parameter and is cut by nobody, such as a step."""
+        return self.counts and not any(self.boxes()[0].offsets)
+
+    def boxes(self) -> tuple[PartBox, ...]:
+        """What this rank has, as boxes of the whole. Checkpoints and exports ask for nothing else.
+
+        >>> Part(torch.Size([8, 4]), dim=0, start=4, stop=8, counts=True).boxes()
+        (PartBox(offsets=(4, 0), sizes=(4, 4), local=(0, 0)),)
+        """
+        nowhere = (0,) * len(self.shape)
+        offsets = tuple(self.start if dim == self.dim else 0 for dim in range(len(self.shape)))
+        return (PartBox(offsets, tuple(self.local_shape), nowhere),)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """What this rank has of a whole tensor, a copy.
+
+        >>> Part(torch.Size([4]), dim=0, start=1, stop=3, counts=True).of(torch.arange(4))
+        tensor([1, 2])
+        """
+        local = torch.empty(self.local_shape, dtype=whole.dtype, device=whole.device)
+        for box in self.boxes():
+            there, here = (tuple(map(_range, corner, box.sizes)) for corner in (box.offsets, box.local))
+            local[here] = whole.detach()[there]
+        return local
+
+
+def _range(start: int, size: int) -> slice:
+    return slice(start, start + size)
 
 
 def set_part(parameter: Tensor, part: Part) -> None:
