@@ -196,6 +196,8 @@ def shard(
         offloading = None if wish is None else _offload(plan, wish, policy, control, mesh, live_bytes, accumulate)
     except Exception:
         destroy(mesh, [control.group])
+        if model_group is not None:
+            destroy(None, [model_group.group, job.group])
         raise
     try:
         engine = Engine(
@@ -256,7 +258,7 @@ def attach(
     engine.take_in_changes()
     everyone: list[torch.optim.Optimizer] = [optimizer, *others]
     options = StepOptions(clip, clip_value, one_pass, scheduler)
-    agree(engine.groups.control, lambda: check_optimizers(engine, everyone, options))
+    agree(engine.groups.job, lambda: check_optimizers(engine, everyone, options))
     for each in everyone:
         attach_optimizer(engine, each, options if each is everyone[-1] else replace(options, scheduler=None))
     return optimizer

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from zerofold.checkpoint import states
 from zerofold.checkpoint.contents import CheckpointError, Contents
+from zerofold.checkpoint.generators import random_states, set_random_states
 from zerofold.checkpoint.together import together
 from zerofold.comm import Comm
 from zerofold.engine import Engine
@@ -38,8 +38,8 @@ def changes_around(
         found.append((lambda: engine.set_scaler(contents.plain["scaler"]), lambda: engine.set_scaler(before)))
     if optimizers and job.rank < contents.ranks:
         device, own = engine.groups.gather.device, contents.of_rank(job.rank)["rng"]
-        now = states.random_states(device)
-        found.append((partial(states.set_random_states, own, device), partial(states.set_random_states, now, device)))
+        now = random_states(device)
+        found.append((partial(set_random_states, own, device), partial(set_random_states, now, device)))
     if data is not None:
         found.append(_restoring(data, _position(contents, data, engine)))
     return found

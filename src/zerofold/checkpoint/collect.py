@@ -12,6 +12,7 @@ from torch import Tensor
 from zerofold.checkpoint import states
 from zerofold.checkpoint.assemble import PartWritten, PieceWritten
 from zerofold.checkpoint.files import NAMES, FileLayout, lay_out
+from zerofold.checkpoint.generators import random_states
 from zerofold.checkpoint.plain import encode
 from zerofold.engine import Engine
 
@@ -55,7 +56,7 @@ def collect(
         described.append({"kind": type(optimizer).__name__, "groups": groups[-1], "values": {}, "others": others})
     rank = engine.groups.job.rank
     position = states.states_of([data], "data")[0] if data is not None else None
-    by_rank = encode({"rng": states.random_states(engine.groups.gather.device), "data": position}, f"rank.{rank}", own)
+    by_rank = encode({"rng": random_states(engine.groups.gather.device), "data": position}, f"rank.{rank}", own)
     same = {
         "extra": encode(None if extra is None else dict(extra), "extra", tensors),
         "schedulers": encode(states.states_of([*engine.schedulers, *schedulers], "scheduler"), "schedulers", tensors),

@@ -7,14 +7,12 @@ them together, each a part of it.
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -274,30 +272,6 @@ def averages(engine: Engine) -> Iterator[Held]:
             for held in own_pieces(slab, shard, f"average.{index}/"):
                 if counts(held.part):
                     yield replica.share(held)
-
-
-def random_states(device: torch.device) -> dict[str, Any]:
-    """Of every generator that training may draw from, on this rank."""
-    python, numbers = random.getstate(), numpy.random.get_state(legacy=True)
-    assert isinstance(numbers, tuple)
-    found: dict[str, Any] = {
-        "python": (python[0], torch.tensor(python[1]), python[2]),
-        "numpy": (numbers[0], torch.from_numpy(numbers[1].astype(numpy.int64)), *numbers[2:]),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type != "cpu":
-        found["device"] = torch.get_device_module(device).get_rng_state(device)
-    return found
-
-
-def set_random_states(found: Mapping[str, Any], device: torch.device) -> None:
-    version, numbers, gauss = found["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
-    kind, keys, *rest = found["numpy"]
-    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
-    torch.set_rng_state(found["torch"])
-    if device.type != "cpu" and "device" in found:
-        torch.get_device_module(device).set_rng_state(found["device"], device)
 
 
 def base_fingerprints(engine: Engine) -> dict[str, str]:
