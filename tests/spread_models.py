@@ -20,7 +20,8 @@ def energy(p: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """A layer cut along its outputs, one cut along its inputs, and a norm that every rank has.
+    """Layers cut along their outputs (one of three matrices in one, one with fewer outputs than there may be ranks), one
+    cut along its inputs, and a norm that every rank has.
 
     Its arithmetic is done element by element: a part has the gradient that it has in the whole, to the bit.
     """
@@ -28,6 +29,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(6)
+        self.qkv = nn.Linear(6, 12)
+        self.thin = nn.Linear(2, 3, bias=False)
         self.up = nn.Linear(6, 10)
         self.down = nn.Linear(10, 6)
         self.register_buffer("seen", torch.rand(3))
@@ -69,8 +72,18 @@ def whole() -> Spreadable:
     return Spreadable()
 
 
-def cut_dim(name: str) -> int | None:
-    return 0 if ".up." in name else 1 if name.endswith("down.weight") else None
+def part_at(name: str, shape: torch.Size, index: int, count: int) -> Part | None:
+    """What a rank has of a parameter that is cut, as torch's chunk does: the last ranks may have less, or nothing."""
+    if name.endswith("down.weight"):
+        dim = 1
+    elif any(layer in name for layer in (".qkv.", ".up.", ".thin.")):
+        dim = 0
+    else:
+        return None
+    blocks = 3 if ".qkv." in name else 1
+    size = shape[dim] // blocks
+    start, stop = (min(-(-size // count) * each, size) for each in (index, index + 1))
+    return Part(shape, dim, start, stop, counts=True, blocks=blocks)
 
 
 def spread(model: Spreadable, mesh: zf.Mesh | None) -> Spreadable:
@@ -88,12 +101,10 @@ def spread(model: Spreadable, mesh: zf.Mesh | None) -> Spreadable:
         model.head = nn.Identity()
     count, index = mesh.tensor, mesh.coordinate["tensor"]
     for name, p in model.named_parameters():
-        dim, is_copy = cut_dim(name), p is shared and stage > 0
-        if dim is None:
-            set_part(p, Part(p.shape, None, 0, 0, index == 0 and not is_copy, "embed.weight" if is_copy else None))
-            continue
-        size = p.shape[dim]
-        part = Part(p.shape, dim, size * index // count, size * (index + 1) // count, counts=True)  # uneven at 4
+        part, is_copy = part_at(name, p.shape, index, count), p is shared and stage > 0
+        if part is None:
+            known = "embed.weight" if is_copy else None
+            part = Part(p.shape, None, 0, 0, counts=index == 0 and not is_copy, name=known)
         p.data = part.of(p.data)
         set_part(p, part)
     return model
@@ -133,6 +144,8 @@ def differences(model: Spreadable, optimizer: torch.optim.Optimizer, count: int)
     states = {id(p): state for p, state in optimizer.state.items()}
     faces = zf.engine.Engine.of(model).faces()
     for name, p in model.named_parameters():
+        if not p.numel():
+            continue
         part = part_of(p) or _part_behind(model, p)
         state = states[id(faces[id(p)][1])]
         pairs = {"value": (zf.full(p), expected[name].detach())}

@@ -12,7 +12,7 @@ from torch import Tensor
 from zerofold.checkpoint.boxes import CutOut, SavedPart, Spread, flat_ranges, runs_in_whole
 from zerofold.checkpoint.contents import CheckpointError, Stored
 from zerofold.checkpoint.manifest import Entry, PartEntry
-from zerofold.part import Part, PartBox
+from zerofold.part import Part
 
 
 @dataclass
@@ -35,30 +35,10 @@ class InMemory:
         return self.values.reshape(-1)[start:stop].clone()
 
 
-class FusedPart(Part):
-    """The same range of each third of a dimension, as of queries, keys and values in one matrix."""
-
-    @property
-    def local_shape(self) -> torch.Size:
-        return torch.Size(
-            3 * (self.stop - self.start) if dim == self.dim else size for dim, size in enumerate(self.shape)
-        )
-
-    def boxes(self) -> tuple[PartBox, ...]:
-        assert self.dim is not None
-        third, size = self.shape[self.dim] // 3, self.stop - self.start
-        sizes = tuple(size if dim == self.dim else whole for dim, whole in enumerate(self.shape))
-
-        def at(place: int) -> tuple[int, ...]:
-            return tuple(place if dim == self.dim else 0 for dim in range(len(self.shape)))
-
-        return tuple(PartBox(at(third * n + self.start), sizes, at(size * n)) for n in range(3))
-
-
-def parts(shape: tuple[int, ...], dim: int, count: int, kind: type[Part]) -> list[Part]:
-    size = shape[dim] // (3 if kind is FusedPart else 1)
+def parts(shape: tuple[int, ...], dim: int, count: int, blocks: int = 1) -> list[Part]:
+    size = shape[dim] // blocks
     bounds = [(size * i // count, size * (i + 1) // count) for i in range(count)]
-    return [kind(torch.Size(shape), dim, start, stop, counts=True) for start, stop in bounds]
+    return [Part(torch.Size(shape), dim, start, stop, counts=True, blocks=blocks) for start, stop in bounds]
 
 
 def spread_over(whole: Tensor, cuts: list[Part]) -> Spread:
@@ -72,8 +52,8 @@ def test_every_cut_is_read_from_every_other(seed: int) -> None:
     shape = tuple(draw.choice([3, 6, 9, 12]) for _ in range(draw.randint(1, 3)))
     whole = torch.arange(torch.Size(shape).numel())
     whole = whole[torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))].view(shape)
-    kinds = [draw.choice([Part, FusedPart]) for _ in range(2)]
-    source, target = (parts(shape, draw.randrange(len(shape)), draw.randint(1, 3), kind) for kind in kinds)
+    fused = [draw.choice([1, 3]) for _ in range(2)]
+    source, target = (parts(shape, draw.randrange(len(shape)), draw.randint(1, 3), blocks) for blocks in fused)
     stored: Stored = draw.choice([spread_over(whole, source), InMemory(whole)])
     for part in target:
         cut, expected = CutOut(stored, part), part.of(whole).reshape(-1)
@@ -89,7 +69,7 @@ def test_every_cut_is_read_from_every_other(seed: int) -> None:
 
 def test_what_is_cut_alike_is_read_as_it_is() -> None:
     whole = torch.arange(8 * 10.0).view(8, 10)
-    cuts = parts((8, 10), 1, 2, Part)
+    cuts = parts((8, 10), 1, 2)
     stored = spread_over(whole, cuts)
     CutOut(stored, cuts[1]).read(5, 25)  # five rows of five: whole rows of the part, not of the matrix
     first, second = (part.stored for part in stored.parts)
@@ -109,14 +89,14 @@ def test_long_rows_are_read_alone() -> None:
 
 def test_parts_with_a_gap_are_not_read() -> None:
     whole = torch.arange(12.0).view(4, 3)
-    stored = spread_over(whole, parts((4, 3), 0, 2, Part)[:1])
+    stored = spread_over(whole, parts((4, 3), 0, 2)[:1])
     assert torch.equal(stored.read(0, 6), torch.arange(6.0))
     with pytest.raises(CheckpointError, match="6 of the 7 elements from 0 to 7"):
         stored.read(0, 7)
 
 
 def test_parts_of_several_ranges_make_a_whole() -> None:
-    cuts = parts((12, 2), 0, 2, FusedPart)
+    cuts = parts((12, 2), 0, 2, blocks=3)
     files = [{"bytes": 1000}]
     entries = [PartEntry(list(cut.local_shape), list(cut.boxes()), [(0, 0, 12, 0)]) for cut in cuts]
     Entry("F32", [12, 2], parts=entries).check("w", files)

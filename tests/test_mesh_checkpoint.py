@@ -102,7 +102,7 @@ def test_commands_see_whole_tensors_under_their_names(ranks: Any, saved: dict[in
     for stage in (1, 3):
         assert run("diff", saved[stage], tmp_path / "one") == (
             0,
-            {"only_first": [], "only_second": [], "differing": [], "compared": 25 * 4 + 5, "same": True},
+            {"only_first": [], "only_second": [], "differing": [], "compared": 37 * 4 + 5, "same": True},
         )
     code, found = run("inspect", saved[3])
     assert code == 0

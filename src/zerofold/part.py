@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,8 +27,17 @@ class Part:
     ZeRO cuts what a rank has, and never asks what it is a part of. Norms ask, since a parameter that several ranks
     hold alike counts once, and checkpoints, which store whole parameters.
 
+    Where several matrices are stored as one (query, key and value), the dimension has `blocks` of equal length, and
+    the rank has the same range of each:
+
+        whole   [ q0 q1 | k0 k1 | v0 v1 ]      blocks=3
+        rank 1  [ q1 k1 v1 ]                   start and stop are those of q1 in the first block
+
     >>> Part(torch.Size([8, 4]), dim=0, start=4, stop=8, counts=True).local_shape
     torch.Size([4, 4])
+    >>> fused = Part(torch.Size([12, 4]), dim=0, start=2, stop=4, counts=True, blocks=3)
+    >>> fused.ranges, fused.local_shape
+    (((2, 4), (6, 8), (10, 12)), torch.Size([6, 4]))
     """
 
     shape: torch.Size  # of the whole
@@ -35,13 +45,21 @@ class Part:
     start: int
     stop: int
     counts: bool  # in norms and checkpoints: one of the ranks that hold the same values does
+    blocks: int = 1  # of equal length along the dimension, each cut alike
     name: str | None = None  # under which the rank that counts it has it, where that is another name than here
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Starts and stops along the dimension of the whole, in the order in which the rank has them."""
+        length = 0 if self.dim is None else self.shape[self.dim] // self.blocks
+        return tuple((self.start + block * length, self.stop + block * length) for block in range(self.blocks))
 
     @property
     def local_shape(self) -> torch.Size:
         if self.dim is None:
             return self.shape
-        return torch.Size((*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :]))
+        length = self.blocks * (self.stop - self.start)
+        return torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
 
     @property
     def is_cut(self) -> bool:
@@ -50,7 +68,7 @@ class Part:
     @property
     def leads(self) -> bool:
         """Whether this rank's word counts for what belongs to the parameter and is cut by nobody, such as a step."""
-        return self.counts and not any(self.boxes()[0].offsets)
+        return self.counts and (self.dim is None or self.start == 0)
 
     def boxes(self) -> tuple[PartBox, ...]:
         """What this rank has, as boxes of the whole. Checkpoints and exports ask for nothing else.
@@ -58,25 +76,27 @@ class Part:
         >>> Part(torch.Size([8, 4]), dim=0, start=4, stop=8, counts=True).boxes()
         (PartBox(offsets=(4, 0), sizes=(4, 4), local=(0, 0)),)
         """
-        nowhere = (0,) * len(self.shape)
-        offsets = tuple(self.start if dim == self.dim else 0 for dim in range(len(self.shape)))
-        return (PartBox(offsets, tuple(self.local_shape), nowhere),)
+        if self.dim is None:
+            nowhere = (0,) * len(self.shape)
+            return (PartBox(nowhere, tuple(self.shape), nowhere),)
+        size = self.stop - self.start
+        sizes = self._along(size, self.shape)
+        starts = (self._along(start, (0,) * len(self.shape)) for start, _ in self.ranges)
+        places = (self._along(size * block, (0,) * len(self.shape)) for block in range(self.blocks))
+        return tuple(PartBox(start, sizes, place) for start, place in zip(starts, places, strict=True))
+
+    def _along(self, number: int, others: Sequence[int]) -> tuple[int, ...]:
+        return tuple(number if dim == self.dim else other for dim, other in enumerate(others))
 
     def of(self, whole: Tensor) -> Tensor:
-        """What this rank has of a whole tensor, a copy.
+        """The rank's part of a tensor that has the shape of the whole, in memory of its own.
 
-        >>> Part(torch.Size([4]), dim=0, start=1, stop=3, counts=True).of(torch.arange(4))
-        tensor([1, 2])
+        >>> Part(torch.Size([4]), dim=0, start=1, stop=2, counts=True, blocks=2).of(torch.arange(4))
+        tensor([1, 3])
         """
-        local = torch.empty(self.local_shape, dtype=whole.dtype, device=whole.device)
-        for box in self.boxes():
-            there, here = (tuple(map(_range, corner, box.sizes)) for corner in (box.offsets, box.local))
-            local[here] = whole.detach()[there]
-        return local
-
-
-def _range(start: int, size: int) -> slice:
-    return slice(start, start + size)
+        if self.dim is None:
+            return whole
+        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
 
 def set_part(parameter: Tensor, part: Part) -> None:

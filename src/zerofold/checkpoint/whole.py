@@ -14,7 +14,7 @@ from zerofold.agree import agree
 from zerofold.checkpoint.contents import Stored, clean, numel
 from zerofold.checkpoint.live_parts import join_parts
 from zerofold.engine import Engine
-from zerofold.part import Part
+from zerofold.part import Part, part_of
 from zerofold.sharded import ShardedTensor
 from zerofold.slab import Slab
 from zerofold.unit import Unit
@@ -77,7 +77,7 @@ def live_tensors(model: nn.Module, *, dtype: torch.dtype | None, trainable_only:
     own = agree(engine.groups.job, lambda: _own_tensors(engine, dtype, trainable_only=trainable_only))
     parts, named, aliases = {}, {}, dict(own.aliases)
     for name, stored in own.tensors.items():
-        part = stored.part if isinstance(stored, LiveParameter) else None
+        part = stored.part if isinstance(stored, (LiveParameter, LiveTensor)) else None
         known = name if part is None or part.name is None else part.name
         named[known] = stored
         if part is not None:
@@ -136,6 +136,11 @@ class LiveTensor:
 
     tensor: Tensor
     cast: torch.dtype | None
+
+    @property
+    def part(self) -> Part | None:
+        """Of a parameter of which nothing is left for the last ranks of a tensor axis."""
+        return part_of(self.tensor)
 
     @property
     def shape(self) -> tuple[int, ...]:
