@@ -20,8 +20,8 @@ def energy(p: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Layers cut along their outputs (one of three matrices in one, one with fewer outputs than there may be ranks), one
-    cut along its inputs, and a norm that every rank has.
+    """Layers cut along their outputs (one of three matrices in one, one with fewer outputs than there may be ranks), a
+    layer cut along its inputs, and a norm that every rank has.
 
     Its arithmetic is done element by element: a part has the gradient that it has in the whole, to the bit.
     """

@@ -20,7 +20,7 @@ from zerofold.dealing import live_bound, split
 from zerofold.entry import EngineLink, Entry, Home
 from zerofold.filling import fill_new
 from zerofold.gradients_away import AwayGradients
-from zerofold.groups import Groups
+from zerofold.groups import Groups, destroy
 from zerofold.hooks import Hooks
 from zerofold.loss_scale import LossScaler
 from zerofold.materialise import Materialiser
@@ -368,8 +368,8 @@ class Engine:
         self.staging = None
         self.step.finish = None
         self.offloading.memory.close()
-        if self.saving_group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.saving_group)
+        if self.saving_group is not None:
+            destroy(self.groups.mesh, [self.saving_group])
         self._end_groups()
         if wants_values and failure is not None:
             raise failure

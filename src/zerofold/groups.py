@@ -64,10 +64,8 @@ class Groups:
         )
 
     def destroy(self) -> None:
+        """Where there is a group of the model's, the mesh has some of the ranks, and all of them stay."""
         destroy(self.mesh, (*self.made, self.control.group))
-        if self.model is not None and dist.is_initialized():
-            dist.destroy_process_group(self.model.group)
-            dist.destroy_process_group(self.job.group)
 
 
 class _Maker:
@@ -136,8 +134,9 @@ def make_job_group(model: Comm | None, control: Comm) -> Comm:
 
 
 def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup]) -> None:
-    """A group made by its members alone is named after them: made anew, it would find the old one's addresses in the
-    store. So those of a mesh over some of the ranks live on until torch.distributed itself ends. Where it has ended
+    """A group made by its members alone is named after them and the number of groups there are: made anew, it would
+    find the old one's addresses in the store. So those of a mesh over some of the ranks live on until torch.distributed
+    itself ends, and so do all others beside them: with one less, the number would come again. Where it has ended
     before, which scripts do that clean up in the other order, so have they.
     """
     if dist.is_initialized() and _has_everyone(mesh):

@@ -196,8 +196,6 @@ def shard(
         offloading = None if wish is None else _offload(plan, wish, policy, control, mesh, live_bytes, accumulate)
     except Exception:
         destroy(mesh, [control.group])
-        if model_group is not None:
-            destroy(None, [model_group.group, job.group])
         raise
     try:
         engine = Engine(
