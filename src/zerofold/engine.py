@@ -369,7 +369,7 @@ class Engine:
         self.step.finish = None
         self.offloading.memory.close()
         if self.saving_group is not None:
-            destroy(self.groups.mesh, [self.saving_group])
+            destroy(self.groups.mesh, [self.saving_group], self.groups.blocks)
         self._end_groups()
         if wants_values and failure is not None:
             raise failure

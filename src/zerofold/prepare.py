@@ -177,7 +177,8 @@ def shard(
     _check_ready(model)
     spread, mesh = (mesh, mesh.zero) if isinstance(mesh, Mesh) else (None, mesh)
     _check_kinds(mesh, cost=cost, init=init)
-    control = make_control(mesh, overlap=overlap)
+    blocks = None if spread is None else spread.all_zero
+    control = make_control(mesh, overlap=overlap, blocks=blocks)
     model_group = None if spread is None else make_model_group(spread.groups(PIPELINE, TENSOR), control)
     job = make_job_group(model_group, control)
     try:
@@ -195,7 +196,7 @@ def shard(
         agree(job, lambda: check_same_on_all_ranks(control, fingerprint(plan.assigned, settings)))
         offloading = None if wish is None else _offload(plan, wish, policy, control, mesh, live_bytes, accumulate)
     except Exception:
-        destroy(mesh, [control.group])
+        destroy(mesh, {control.group, job.group, *([] if model_group is None else [model_group.group])}, blocks)
         raise
     try:
         engine = Engine(
@@ -203,7 +204,7 @@ def shard(
             plan.row,
             plan.assigned,
             plan.modules,
-            Groups.make(mesh, plan.row, control, plan.device, model_group, job),
+            Groups.make(mesh, plan.row, control, plan.device, model_group, job, blocks),
             plan.device,
             materialiser=_materialiser(model, plan, init),
             live_bytes=live_bytes,
