@@ -231,7 +231,7 @@ MISUSE = {
     "optimizer": "optimizer must be a torch.optim.Optimizer, several, or None",
     "other optimizer": "this SGD holds parameters that the model does not have",
     "data": "data: list has no state_dict()",
-    "newer": "has format version 99, this zerofold reads up to 1: install a newer zerofold",
+    "newer": "has format version 99, this zerofold reads up to 2: install a newer zerofold",
     "inside": "good is a checkpoint itself: name the folder around it",
     "scheduler": "holds the state of 0 scheduler(s), and there are 1 here",
     "position": "holds no position in the data: it was saved without data=",

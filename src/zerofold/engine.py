@@ -21,7 +21,7 @@ from zerofold.entry import EngineLink, Entry, Home
 from zerofold.filling import fill_new
 from zerofold.gradient_arena import reserve_gradients
 from zerofold.gradients_away import AwayGradients
-from zerofold.groups import Groups
+from zerofold.groups import Groups, destroy
 from zerofold.hooks import Hooks
 from zerofold.loss_scale import LossScaler
 from zerofold.materialise import Materialiser
@@ -416,8 +416,8 @@ class Engine:
         self.staging = None
         self.step.finish = None
         self.offloading.memory.close()
-        if self.saving_group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.saving_group)
+        if self.saving_group is not None:
+            destroy(self.groups.mesh, [self.saving_group], self.groups.blocks)
         self._end_groups()
         if wants_values and failure is not None:
             raise failure

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofold.comm import ALONE, CONTROL, Comm, Traffic
@@ -14,6 +15,8 @@ from zerofold.placement import ACROSS, AXES, INSIDE, Row
 
 MODEL = "model"
 """The group of those who hold one copy of the model between them."""
+JOB = "job"
+"""The group of all who train it."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,23 @@ class Groups:
     copy: Comm | None  # those who share the second copy of the parameters
     control: Comm  # all ranks of the mesh, for agreements
     model: Comm | None  # those who hold the other parts of this copy of the model, for agreements
+    job: Comm  # all who train this model: what `control` is where no other axis splits it
     mesh: DeviceMesh | None
     made: tuple[dist.ProcessGroup, ...]
+    blocks: Tensor | None = None  # all such meshes, where all ranks have one and make their groups together
 
     @classmethod
     def make(
-        cls, mesh: DeviceMesh | None, row: Row, control: Comm, device: torch.device, model: Comm | None = None
+        cls,
+        mesh: DeviceMesh | None,
+        row: Row,
+        control: Comm,
+        device: torch.device,
+        model: Comm | None = None,
+        job: Comm | None = None,
+        blocks: Tensor | None = None,
     ) -> Groups:
-        maker = _Maker(mesh, control, device)
+        maker = _Maker(mesh, control, device, blocks)
         gathered = row.parameters if row.parameters.is_cut else row.optimizer
         everyone = maker.shared(AXES)
         gather = maker.shared(gathered.axes or AXES)
@@ -49,20 +61,22 @@ class Groups:
             None if row.copy is None else maker.smaller(row.copy.axes),
             control,
             model,
+            job or control,
             mesh,
             tuple(maker.made),
+            blocks,
         )
 
     def destroy(self) -> None:
-        model = () if self.model is None else (self.model.group,)
-        destroy(self.mesh, (*self.made, self.control.group, *model))
+        others = () if self.model is None else (self.model.group, self.job.group)
+        destroy(self.mesh, (*self.made, self.control.group, *others), self.blocks)
 
 
 class _Maker:
     """Finds or makes a group for mesh axes; one that exists and has the right ranks is shared."""
 
-    def __init__(self, mesh: DeviceMesh | None, control: Comm, device: torch.device) -> None:
-        self.mesh, self.control, self.device = mesh, control, device
+    def __init__(self, mesh: DeviceMesh | None, control: Comm, device: torch.device, blocks: Tensor | None) -> None:
+        self.mesh, self.control, self.device, self.blocks = mesh, control, device, blocks
         self.backend = _any_group(mesh)._get_backend(device).name()
         self.made: list[dist.ProcessGroup] = []
         self._shared: dict[tuple[int, ...], Comm] = {}
@@ -82,7 +96,7 @@ class _Maker:
         return self.shared(axes) if len(self.ranks(axes)) < self.control.size else None
 
     def new(self, axes: tuple[str, ...]) -> Comm:
-        group = _new_group(self.mesh, axes, self.backend)
+        group = _new_group(self.mesh, axes, self.backend, self.blocks)
         self.made.append(group)
         return self._comm(axes, group)
 
@@ -92,14 +106,14 @@ class _Maker:
         return Comm(group, self.device, self.control.traffic, overlap=self.control.overlap, name=name)
 
 
-def make_control(mesh: DeviceMesh | None, *, overlap: bool) -> Comm:
+def make_control(mesh: DeviceMesh | None, *, overlap: bool, blocks: Tensor | None = None) -> Comm:
     """Made before anything is checked: through it one rank's error becomes everybody's.
 
     Where one process stands for all ranks (torch's fake group, the simulator's), nobody would answer it, so it is of
     that kind too.
     """
     backend = dist.get_backend() if dist.get_backend() in ALONE else "gloo"
-    return Comm(_new_group(mesh, AXES, backend), torch.device("cpu"), Traffic(), overlap=overlap, name=CONTROL)
+    return Comm(_new_group(mesh, AXES, backend, blocks), torch.device("cpu"), Traffic(), overlap=overlap, name=CONTROL)
 
 
 def make_model_group(groups: list[list[int]], control: Comm) -> Comm | None:
@@ -115,13 +129,21 @@ def make_model_group(groups: list[list[int]], control: Comm) -> Comm | None:
     return Comm(mine, torch.device("cpu"), control.traffic, overlap=control.overlap, name=MODEL)
 
 
-def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup]) -> None:
+def make_job_group(model: Comm | None, control: Comm) -> Comm:
+    """Of all who train the model, however it is split: what goes wrong on one of them stops all, not its axis alone."""
+    if model is None:
+        return control
+    group = dist.new_group(backend="gloo" if model.is_gloo else dist.get_backend())
+    return Comm(group, torch.device("cpu"), control.traffic, overlap=control.overlap, name=JOB)
+
+
+def destroy(mesh: DeviceMesh | None, groups: Iterable[dist.ProcessGroup], blocks: Tensor | None = None) -> None:
     """A group made by its members alone is named after them and the number of groups there are: made anew, or after
     another one has gone, it would find the old one's addresses in the store. So those of a mesh over some of the ranks
-    live on until torch.distributed itself ends. Where it has ended before, which scripts do that clean up in the other
-    order, so have they.
+    live on until torch.distributed itself ends, but where all ranks have made them together. Where it has ended
+    before, which scripts do that clean up in the other order, so have they.
     """
-    if dist.is_initialized() and _has_everyone(mesh):
+    if dist.is_initialized() and (blocks is not None or _has_everyone(mesh)):
         for group in groups:
             dist.destroy_process_group(group)
 
@@ -138,6 +160,10 @@ def _all_along(mesh: DeviceMesh | None, axes: tuple[str, ...]) -> list[list[int]
         ranks = torch.arange(dist.get_world_size()).view(1, -1)
     else:
         ranks = mesh.mesh.view(-1, mesh.mesh.shape[-1])
+    return _split(ranks, axes)
+
+
+def _split(ranks: Tensor, axes: tuple[str, ...]) -> list[list[int]]:
     if ACROSS in axes and INSIDE in axes:
         return [sorted(ranks.reshape(-1).tolist())]
     if axes:
@@ -149,9 +175,14 @@ def _has_everyone(mesh: DeviceMesh | None) -> bool:
     return mesh is None or mesh.size() == dist.get_world_size()
 
 
-def _new_group(mesh: DeviceMesh | None, axes: tuple[str, ...], backend: str) -> dist.ProcessGroup:
-    """A group of its own over these ranks. All ranks of the mesh must call it."""
+def _new_group(
+    mesh: DeviceMesh | None, axes: tuple[str, ...], backend: str, blocks: Tensor | None
+) -> dist.ProcessGroup:
+    """A group of its own over these ranks. All ranks of the mesh must call it; with `blocks`, all ranks there are."""
     mine = ranks_along(mesh, axes)
+    if blocks is not None:
+        each = [tuple(ranks) for block in blocks for ranks in _split(block.view(-1, block.shape[-1]), axes)]
+        return {ranks: dist.new_group(list(ranks), backend=backend) for ranks in each}[tuple(mine)]
     if not _has_everyone(mesh):  # other ranks do not take part, so they must not be waited for
         return dist.new_group(mine, backend=backend, use_local_synchronization=True)
     made = {tuple(ranks): dist.new_group(ranks, backend=backend) for ranks in _all_along(mesh, axes)}

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _ATTRIBUTE, _GROUP = "_zerofold_part", "_zerofold_part_group"
+
+
+class PartBox(NamedTuple):
+    """A box of the whole parameter, and where it lies in what this rank has."""
+
+    offsets: tuple[int, ...]  # in the whole
+    sizes: tuple[int, ...]
+    local: tuple[int, ...]  # offsets in this rank's tensor
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,7 @@ class Part:
     stop: int
     counts: bool  # in norms and checkpoints: one of the ranks that hold the same values does
     blocks: int = 1  # of equal length along the dimension, each cut alike
+    name: str | None = None  # under which the rank that counts it has it, where that is another name than here
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -50,6 +61,33 @@ class Part:
             return self.shape
         length = self.blocks * (self.stop - self.start)
         return torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
+
+    @property
+    def is_cut(self) -> bool:
+        return self.dim is not None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank's word counts for what belongs to the parameter and is cut by nobody, such as a step."""
+        return self.counts and (self.dim is None or self.start == 0)
+
+    def boxes(self) -> tuple[PartBox, ...]:
+        """What this rank has, as boxes of the whole. Checkpoints and exports ask for nothing else.
+
+        >>> Part(torch.Size([8, 4]), dim=0, start=4, stop=8, counts=True).boxes()
+        (PartBox(offsets=(4, 0), sizes=(4, 4), local=(0, 0)),)
+        """
+        if self.dim is None:
+            nowhere = (0,) * len(self.shape)
+            return (PartBox(nowhere, tuple(self.shape), nowhere),)
+        size = self.stop - self.start
+        sizes = self._along(size, self.shape)
+        starts = (self._along(start, (0,) * len(self.shape)) for start, _ in self.ranges)
+        places = (self._along(size * block, (0,) * len(self.shape)) for block in range(self.blocks))
+        return tuple(PartBox(start, sizes, place) for start, place in zip(starts, places, strict=True))
+
+    def _along(self, number: int, others: Sequence[int]) -> tuple[int, ...]:
+        return tuple(number if dim == self.dim else other for dim, other in enumerate(others))
 
     def of(self, whole: Tensor) -> Tensor:
         """The rank's part of a tensor that has the shape of the whole, in memory of its own.

@@ -16,13 +16,13 @@ from zerofold.agree import agree, check_same_on_all_ranks, fingerprint
 from zerofold.checkpoint.contents import Contents
 from zerofold.checkpoint.open import open_checkpoint
 from zerofold.checkpoint.saving import finish_saving
-from zerofold.checkpoint.sources import choose_sources, load_buffers
+from zerofold.checkpoint.sources import choose_sources, known_in_files, load_buffers, names_elsewhere
 from zerofold.comm import Comm
 from zerofold.configured import Config, configured, scheduler_of, shard_arguments
 from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
 from zerofold.engine import Engine
 from zerofold.entry import Entry
-from zerofold.groups import Groups, destroy, make_control, make_model_group, ranks_along
+from zerofold.groups import Groups, destroy, make_control, make_job_group, make_model_group, ranks_along
 from zerofold.materialise import Init, Materialiser, on_meta
 from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
@@ -194,23 +194,26 @@ def shard(
         _spread(module, mesh)
     spread, mesh = (mesh, mesh.zero) if isinstance(mesh, Mesh) else (None, mesh)
     _check_kinds(mesh, cost=cost, init=init)
-    control = make_control(mesh, overlap=overlap)
+    blocks = None if spread is None else spread.all_zero
+    control = make_control(mesh, overlap=overlap, blocks=blocks)
     model_group = None if spread is None else make_model_group(spread.groups(PIPELINE, TENSOR), control)
+    job = make_job_group(model_group, control)
     try:
-        agree(control, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate, patience, check_replicas))
-        policy = agree(control, lambda: policy_of(precision))
-        wish = agree(control, lambda: read_offload(offload))
-        plan = agree(control, lambda: _plan(module, stage, cut, units, mesh, cost, live_bytes, device, policy))
+        agree(job, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate, patience, check_replicas))
+        policy = agree(job, lambda: policy_of(precision))
+        wish = agree(job, lambda: read_offload(offload))
+        plan = agree(job, lambda: _plan(module, stage, cut, units, mesh, cost, live_bytes, device, policy))
         if load is not None:
-            given = load
-            agree(control, lambda: _choose_sources(module, plan, given, has_init=init is not None, control=control))
+            given, elsewhere = load, names_elsewhere(model_group, known_in_files(module))
+            has_init, warns = init is not None, control.rank == 0
+            agree(job, lambda: _choose_sources(module, plan, given, elsewhere, has_init=has_init, warns=warns))
         numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
         numbers += f", check_replicas={check_replicas}, {wish}"
         settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}, {policy.summary}"
-        check_same_on_all_ranks(control, fingerprint(plan.assigned, settings))
+        agree(job, lambda: check_same_on_all_ranks(control, fingerprint(plan.assigned, settings)))
         offloading = None if wish is None else _offload(plan, wish, policy, control, mesh, live_bytes, accumulate)
     except Exception:
-        destroy(mesh, [control.group])
+        destroy(mesh, {control.group, job.group, *([] if model_group is None else [model_group.group])}, blocks)
         raise
     try:
         engine = Engine(
@@ -218,7 +221,7 @@ def shard(
             plan.row,
             plan.assigned,
             plan.modules,
-            Groups.make(mesh, plan.row, control, plan.device, model_group),
+            Groups.make(mesh, plan.row, control, plan.device, model_group, job, blocks),
             plan.device,
             materialiser=_materialiser(module, plan, init),
             live_bytes=live_bytes,
@@ -273,7 +276,7 @@ def attach(
     engine.take_in_changes()
     everyone: list[torch.optim.Optimizer] = [optimizer, *others]
     options = StepOptions(clip, clip_value, one_pass, scheduler)
-    agree(engine.groups.control, lambda: check_optimizers(engine, everyone, options))
+    agree(engine.groups.job, lambda: check_optimizers(engine, everyone, options))
     for each in everyone:
         attach_optimizer(engine, each, options if each is everyone[-1] else replace(options, scheduler=None))
     return optimizer
@@ -317,9 +320,11 @@ def _materialiser(model: nn.Module, plan: _Plan, init: Init | None) -> Materiali
     return None if has_values else Materialiser(model, plan.modules, plan.device, init)
 
 
-def _choose_sources(model: nn.Module, plan: _Plan, load: Load, *, has_init: bool, control: Comm) -> None:
+def _choose_sources(
+    model: nn.Module, plan: _Plan, load: Load, elsewhere: frozenset[str], *, has_init: bool, warns: bool
+) -> None:
     contents = load if isinstance(load, Contents) else open_checkpoint(load)
-    choose_sources(model, plan.assigned, contents, has_init=has_init, warns=control.rank == 0)
+    choose_sources(model, plan.assigned, contents, has_init=has_init, warns=warns, elsewhere=elsewhere)
     load_buffers(model, contents, plan.device)
 
 

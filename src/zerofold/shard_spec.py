@@ -92,6 +92,7 @@ class ShardSpec:
     is_replicated: bool = False  # every rank has it all
     loose: Loose | None = None
     device: torch.device | None = None  # where the model is, if the piece is in another memory
+    is_part: bool = False  # what is cut here is itself a part of a parameter, cut over a tensor axis
 
     @cached_property
     def identity(self) -> torch.UntypedStorage:

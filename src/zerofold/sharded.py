@@ -175,6 +175,11 @@ class ShardedTensor(torch.Tensor):
         raise ValueError(f"'{self._spec.name}': this rank has no block at {tuple(index.offset)}")
 
     def _boxes(self) -> list[Box]:
+        if self._spec.is_part:
+            raise RuntimeError(
+                f"'{self._spec.name}', of shape {tuple(self.shape)}, is this rank's part of a larger parameter, which "
+                "torch.distributed.checkpoint would take for all of it: use zf.save, or zf.export for the weights alone"
+            )
         return list(boxes(self._spec.shape, *self._spec.own))
 
     def full_tensor(self) -> Tensor:

@@ -433,6 +433,7 @@ class Slab:
             step=self.home.step,
             is_replicated=is_replicated,
             device=self.home.device if self.tiers.is_offloaded else None,
+            is_part=entry.part is not None and entry.part.is_cut,
         )
         local = spec.shaped(self._shard[piece.shard_start : piece.shard_stop])
         face = ShardedParameter(local, spec, requires_grad=entry.parameter.requires_grad)

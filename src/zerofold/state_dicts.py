@@ -3,6 +3,9 @@
 A state dict shows what is trained: the sharded parameter where parameters are cut or 16-bit copies of masters, else
 the whole parameter. torch.distributed.checkpoint saves and reshards the sharded ones. Loading takes sharded or whole
 tensors; each rank keeps its own range. Inside `full_params` both work on whole tensors, as without zerofold.
+
+Where parameters are cut over a tensor axis, a rank's part under the name of the whole would be a trap: state_dict()
+raises, and names zf.save and zf.export. Loading takes whole tensors, of which each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -57,6 +60,14 @@ class StateDicts:
         return {id(entry): [f"{prefix}{name}" for name in names_of_sites(entry, paths)] for entry in entries}
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        for slab in self._engine.slabs():
+            for entry in slab.entries:
+                if entry.part is not None and entry.part.is_cut:
+                    raise RuntimeError(
+                        f"state_dict(): this rank has a part of '{entry.name}', {tuple(entry.part.local_shape)} of "
+                        f"{tuple(entry.part.shape)}, and so have the other ranks of its tensor axis: zf.save and "
+                        "zf.export write whole parameters, zf.full_tensors gives them one by one"
+                    )
         if not self._shows_whole:
             self._exchange(to_faces=True)  # reading a 16-bit parameter that is released would fetch it
 
@@ -80,10 +91,11 @@ class StateDicts:
 
     def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         self._taken = set()
+        names = self._names(prefix)
+        self._cut(state, names)
         if self._shows_whole:
             return
         self._engine.settle()
-        names = self._names(prefix)
         changed: set[Slab] = set()
         with torch.no_grad():
             for slab, entry, face in self._faces():
@@ -99,6 +111,23 @@ class StateDicts:
         for slab in changed:
             slab.mark_changed()
         self._engine.schedule.refresh()
+
+    def _cut(self, state: dict[str, Any], names: dict[int, list[str]]) -> None:
+        """In place of whole tensors, the parts of them that this rank has."""
+        for entry in (entry for slab in self._engine.slabs() for entry in slab.entries):
+            part = entry.part
+            if part is None or not part.is_cut:
+                continue
+            for name in names[id(entry)]:
+                value = state.get(name)
+                if value is None:
+                    continue
+                if isinstance(value, ShardedTensor) or tuple(value.shape) != tuple(part.shape):
+                    raise ValueError(
+                        f"load_state_dict: '{name}' has shape {tuple(value.shape)}; this rank has a part of it, and "
+                        f"takes it from the whole, an ordinary tensor of shape {tuple(part.shape)}"
+                    )
+                state[name] = part.of(value)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in self._taken]

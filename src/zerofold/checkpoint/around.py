@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from zerofold.checkpoint import states
 from zerofold.checkpoint.contents import CheckpointError, Contents
+from zerofold.checkpoint.generators import random_states, set_random_states
 from zerofold.checkpoint.together import together
 from zerofold.comm import Comm
 from zerofold.engine import Engine
@@ -29,19 +29,19 @@ def changes_around(
     engine: Engine, contents: Contents, given: list[Any] | None, data: Any, optimizers: list[torch.optim.Optimizer]
 ) -> list[Change]:
     """With no optimizer, only what was asked for by name. With None in place of schedulers, all of them stay."""
-    saved, control = contents.plain.get("schedulers"), engine.groups.control
+    saved, job = contents.plain.get("schedulers"), engine.groups.job
     schedulers = _schedulers(engine, given, optimizers)
     loaded = (saved or [])[-len(schedulers) :] if schedulers else []
     found = [_restoring(scheduler, state) for scheduler, state in zip(schedulers, loaded, strict=False)]
     if optimizers and contents.plain.get("scaler") is not None:
         before = engine.scaler.state_dict()
         found.append((lambda: engine.set_scaler(contents.plain["scaler"]), lambda: engine.set_scaler(before)))
-    if optimizers and control.rank < contents.ranks:
-        device, own = engine.groups.gather.device, contents.of_rank(control.rank)["rng"]
-        now = states.random_states(device)
-        found.append((partial(states.set_random_states, own, device), partial(states.set_random_states, now, device)))
+    if optimizers and job.rank < contents.ranks:
+        device, own = engine.groups.gather.device, contents.of_rank(job.rank)["rng"]
+        now = random_states(device)
+        found.append((partial(set_random_states, own, device), partial(set_random_states, now, device)))
     if data is not None:
-        found.append(_restoring(data, _position(contents, data, control.rank, control.size)))
+        found.append(_restoring(data, _position(contents, data, engine)))
     return found
 
 
@@ -90,19 +90,22 @@ def all_or_nothing(control: Comm, find: Callable[[], list[Change]]) -> None:
         raise
 
 
-def _position(contents: Contents, data: Any, rank: int, world: int) -> Any:
+def _position(contents: Contents, data: Any, engine: Engine) -> Any:
+    rank, world = engine.groups.job.rank, engine.groups.job.size
     if not callable(getattr(data, "load_state_dict", None)):
         raise TypeError(f"data: {type(data).__name__} has no load_state_dict(), so its state cannot be loaded")
     own = contents.of_rank(min(rank, contents.ranks - 1)).get("data") if contents.ranks else None
     if own is None:
         raise CheckpointError(f"{contents.where} holds no position in the data: it was saved without data=")
-    if world == contents.ranks:
+    data_ranks = contents.plain.get("about", {}).get("data_ranks", contents.ranks)  # older ones knew no other axis
+    if world == contents.ranks and engine.groups.control.size == data_ranks:
         return own
     for other in range(contents.ranks):
         if not _same(contents.of_rank(other).get("data"), own):
             raise CheckpointError(
                 f"{contents.where} holds the position in the data of each of {contents.ranks} ranks, and there are "
-                f"{world} now: use data that does not depend on the number of ranks (zf.Samples), or leave data= out"
+                f"{world} now, {engine.groups.control.size} of them with data of their own: use data that does "
+                "not depend on the number of ranks (zf.Samples), or leave data= out"
             )
     return own
 

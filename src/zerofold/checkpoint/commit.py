@@ -10,7 +10,7 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from zerofold.checkpoint.contents import CheckpointError
 from zerofold.checkpoint.files import reported
@@ -18,7 +18,6 @@ from zerofold.checkpoint.manifest import (
     LATEST,
     REPLACED,
     TEMPORARY,
-    Entry,
     Manifest,
     age,
     candidates,
@@ -151,23 +150,3 @@ def prune(path: Path, newest: Path, keep: int) -> None:
         with reported(folder):
             os.rename(folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
-
-
-def assemble(tables: list[dict[str, Any]], about: dict[str, Any], plain: dict[str, Any]) -> Manifest:
-    """One manifest from what every rank says it has written."""
-    manifest = Manifest(about=about, plain=plain)
-    for number, table in enumerate(tables):
-        manifest.files.append(table["file"])
-        for key, dtype, shape, start, stop, offset in table["pieces"]:
-            entry = manifest.tensors.setdefault(key, Entry(dtype, list(shape)))
-            if entry.dtype != dtype or entry.shape != list(shape):
-                raise CheckpointError(
-                    f"rank {number} holds '{key}' as {dtype} of shape {shape}, another rank as {entry.dtype} of shape "
-                    f"{entry.shape}: the ranks do not train the same model"
-                )
-            if stop > start:
-                entry.pieces.append((number, start, stop, offset))
-        for optimizer, values in zip(plain["optimizers"], table["values"], strict=True):
-            optimizer["values"] = {**optimizer["values"], **values}
-    plain["ranks"] = [table["own"] for table in tables]
-    return manifest

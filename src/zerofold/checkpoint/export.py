@@ -52,14 +52,14 @@ def export(
     torch.bfloat16
     >>> zf.close(model)
     """
-    control = Engine.of(model).groups.control
-    found = agree(control, lambda: live_tensors(model, dtype=dtype_named(dtype)))
+    job = Engine.of(model).groups.job
+    found = agree(job, lambda: live_tensors(model, dtype=dtype_named(dtype)))
     write_folder(
         path,
         found.tensors,
         aliases=found.aliases,
         max_file_bytes=max_file_bytes,
-        control=control,
+        control=job,
         complete=partial(_write_config, model, _common_dtype(found.tensors)),
     )
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zerofold.checkpoint import commit as folders
+from zerofold.checkpoint.assemble import assemble
 from zerofold.checkpoint.collect import Collected
 from zerofold.checkpoint.commit import Place
 from zerofold.checkpoint.contents import CheckpointError
@@ -31,16 +32,19 @@ class Job:
         collected: Collected,
         base: dict[str, str] | None,
         keep: int | None,
+        *,
+        parameters: int,
     ) -> None:
-        self._control, self._saving, self._place, self._keep = engine.groups.control, saving, place, keep
+        self._job, self._saving, self._place, self._keep = engine.groups.job, saving, place, keep
         self._collected, self._base = collected, base
         self._about = {
-            "world": self._control.size,
+            "world": self._job.size,
+            "data_ranks": engine.groups.control.size,
             "row": engine.row.name,
             "cut": engine.row.cut.value,
             "precision": engine.precision.summary,
             "torch": torch.__version__,
-            "parameters": engine.psi,
+            "parameters": parameters,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 
@@ -58,7 +62,7 @@ class Job:
         if isinstance(image, Snapshot):
             image.copy()
         layout, threads = self._collected.layout, threads_here()
-        path = self._place.folder / f"rank-{self._control.rank:05d}.safetensors"
+        path = self._place.folder / f"rank-{self._job.rank:05d}.safetensors"
         digests = write(path, layout, image, self._saving.advance, threads=threads)
         file = WrittenFile(path, layout.nbytes, digests)
         if self._keep is not None:  # others will be removed for it
@@ -68,13 +72,16 @@ class Job:
             "file": {"name": path.name, "bytes": layout.nbytes, "sha256": digests},
             "pieces": self._collected.pieces,
             "values": self._collected.values,
+            "groups": self._collected.groups,
+            "aliases": self._collected.aliases,
+            "copies": self._collected.copies,
             "own": self._collected.own,
         }
 
     def _conclude(self, group: dist.ProcessGroup, written: dict[str, Any] | str) -> None:
         """Rank 0 takes everybody's word and makes it a checkpoint, or tells everybody why not."""
         root = dist.get_global_rank(group, 0)
-        tables: list[Any] | None = [None] * self._control.size if self._control.rank == 0 else None
+        tables: list[Any] | None = [None] * self._job.size if self._job.rank == 0 else None
         dist.gather_object(written, tables, dst=root, group=group)
         outcome: list[str | None] = [None]
         if tables is not None:
@@ -90,7 +97,7 @@ class Job:
                     raise CheckpointError(f"rank {rank}: {table}")
             plain = {**self._collected.plain, "base": self._base}
             path = self._saving.path.parent
-            manifest = folders.assemble(tables, self._about, plain)
+            manifest = assemble(tables, self._about, plain)
             final = self._place.commit(manifest)
         except Exception as error:
             self._place.abandon()

@@ -24,9 +24,10 @@ from zerofold.checkpoint.files import DamagedError, threads_here
 from zerofold.checkpoint.manifest import candidates
 from zerofold.checkpoint.native import check_ranges
 from zerofold.checkpoint.open import open_checkpoint
-from zerofold.checkpoint.plan import Plan, plan_tensors
+from zerofold.checkpoint.plan import Plan, known_names, plan_tensors
 from zerofold.checkpoint.plan_optimizers import plan_optimizers
 from zerofold.checkpoint.saving import finish_saving
+from zerofold.checkpoint.sources import names_elsewhere
 from zerofold.checkpoint.together import together
 from zerofold.engine import Engine
 
@@ -65,10 +66,10 @@ def load(
     engine.take_in_changes()
     if engine.is_swapped or engine.schedule.holders:
         raise RuntimeError("zf.load inside `with zf.full_params(model)` or `average.swapped()`: leave it first")
-    control, optimizers = engine.groups.control, optimizers_of(engine, optimizer)
+    job, optimizers = engine.groups.job, optimizers_of(engine, optimizer)
     given = None if scheduler is False else listed(scheduler)
-    found = together(control, lambda: candidates(Path(path)) if control.rank == 0 else [])
-    folders = control.all_gather_objects(found)[0] or [Path(path)]
+    found = together(job, lambda: candidates(Path(path)) if job.rank == 0 else [])
+    folders = job.all_gather_objects(found)[0] or [Path(path)]
     damaged: list[str] = []
     for folder in folders:
         try:
@@ -78,14 +79,14 @@ def load(
             damaged.append(str(error))
             if folder == folders[-1]:
                 raise DamagedError(_no_way_out(damaged, Path(path))) from error
-    if damaged and control.rank == 0:
+    if damaged and job.rank == 0:
         warnings.warn(f"{damaged[0]}. Going on with {contents.where}, which is whole", stacklevel=2)
-    for line in plan.warnings if control.rank == 0 else ():
+    for line in plan.warnings if engine.groups.control.rank == 0 else ():
         warnings.warn(line, stacklevel=2)
     check_schedulers(engine, contents, given, optimizers)
     engine.settle()
-    all_or_nothing(control, partial(changes_around, engine, contents, given, data, optimizers))
-    together(control, lambda: _fill(plan))
+    all_or_nothing(job, partial(changes_around, engine, contents, given, data, optimizers))
+    together(job, lambda: _fill(plan))
     for slab in engine.slabs():
         slab.mark_changed()
     engine.schedule.refresh()
@@ -98,21 +99,22 @@ def load(
 def _look(
     engine: Engine, optimizers: list[torch.optim.Optimizer], folder: Path, *, strict: bool
 ) -> tuple[Contents, Plan]:
-    control = engine.groups.control
-    contents = together(control, lambda: open_checkpoint(folder))
+    job = engine.groups.job
+    contents = together(job, lambda: open_checkpoint(folder))
     base = states.base_fingerprints(engine) if contents.base is not None else {}
+    elsewhere = names_elsewhere(engine.groups.model, known_names(engine))
 
     def make() -> Plan:
         plan = Plan()
         try:
-            plan_tensors(engine, contents, plan, base=base, strict=strict)
+            plan_tensors(engine, contents, plan, base=base, elsewhere=elsewhere, strict=strict)
             plan_optimizers(engine, optimizers, contents, plan, strict=strict)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         check_ranges([*((fill.stored, fill.start, fill.stop) for fill in plan.fills), *plan.checked])
         return plan
 
-    return contents, together(control, make)
+    return contents, together(job, make)
 
 
 def _fill(plan: Plan) -> None:

@@ -17,14 +17,17 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerofold.checkpoint.contents import CheckpointError
 from zerofold.checkpoint.files import CHUNK_BYTES, DTYPES, DamagedError, reported
+from zerofold.part import PartBox
 
-FORMAT, VERSION = "zerofold checkpoint", 1
+FORMAT = "zerofold checkpoint"
+VERSION = 2  # tensors in parts; without such, 1 is written, which older ones read
 MANIFEST, DIGEST, LATEST = "manifest.json", "manifest.sha256", "latest"
 TEMPORARY, REPLACED = ".tmp-", ".replaced-"
 
@@ -33,12 +36,45 @@ Piece = tuple[int, int, int, int]
 
 
 @dataclass
+class PartEntry:
+    """What one rank of a tensor axis had of a tensor: boxes of the whole, and which pieces of it are where."""
+
+    shape: list[int]  # of that rank's tensor, which the pieces are ranges of
+    boxes: list[PartBox]
+    pieces: list[Piece] = field(default_factory=list)
+
+
+@dataclass
 class Entry:
-    """One tensor, whole: which pieces of it are where."""
+    """One tensor, whole: which pieces of it are where; or in parts, each of which has pieces of its own."""
 
     dtype: str
     shape: list[int]
     pieces: list[Piece] = field(default_factory=list)
+    parts: list[PartEntry] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, dtype: str, shape: list[int], pieces: list[Any], parts: Sequence[dict[str, Any]] = ()) -> Entry:
+        return cls(dtype, shape, pieces, [PartEntry(p["shape"], _boxes(p["boxes"]), p["pieces"]) for p in parts])
+
+    def as_json(self) -> dict[str, Any]:
+        plain = {"dtype": self.dtype, "shape": self.shape, "pieces": self.pieces}
+        return {**plain, "parts": [asdict(part) for part in self.parts]} if self.parts else plain
+
+    def check(self, key: str, files: list[dict[str, Any]]) -> None:
+        """Every element is in one piece, and every piece in its file."""
+        if self.dtype not in DTYPES or not all(map(_is_count, self.shape)):
+            raise ValueError(f"'{key}' has dtype {self.dtype} and shape {self.shape}")
+        itemsize = DTYPES[self.dtype].itemsize
+        if not self.parts:
+            self.pieces = _in_order(key, self.pieces, self.shape, itemsize, files)
+            return
+        if self.pieces:
+            raise ValueError(f"'{key}' is both whole and in parts")
+        _check_cover(key, self.shape, [(box.offsets, box.sizes) for part in self.parts for box in part.boxes])
+        for part in self.parts:
+            _check_cover(f"a part of {key}", part.shape, [(box.local, box.sizes) for box in part.boxes])
+            part.pieces = _in_order(key, part.pieces, part.shape, itemsize, files)
 
 
 @dataclass
@@ -51,11 +87,11 @@ class Manifest:
     def write(self, folder: Path) -> None:
         body = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if any(entry.parts for entry in self.tensors.values()) else 1,
             "chunk_bytes": CHUNK_BYTES,
             "about": self.about,
             "files": self.files,
-            "tensors": {key: vars(entry) for key, entry in self.tensors.items()},
+            "tensors": {key: entry.as_json() for key, entry in self.tensors.items()},
             "plain": self.plain,
         }
         text = json.dumps(body, allow_nan=False).encode()
@@ -81,9 +117,9 @@ class Manifest:
         if not _is_intact(folder, text):
             raise DamagedError(f"{folder / MANIFEST} is damaged: it does not match {DIGEST}")
         try:
-            if body["version"] != VERSION or body["chunk_bytes"] != CHUNK_BYTES:
+            if version not in range(1, VERSION + 1) or body["chunk_bytes"] != CHUNK_BYTES:
                 raise ValueError(f"version {version} in chunks of {body['chunk_bytes']}")
-            tensors = {key: Entry(**entry) for key, entry in body["tensors"].items()}
+            tensors = {key: Entry.read(**entry) for key, entry in body["tensors"].items()}
             manifest = cls(body["files"], tensors, body["about"], body["plain"])
             manifest._check(folder)
         except Exception as error:  # what stands there may be anything
@@ -100,20 +136,45 @@ class Manifest:
             if not all(isinstance(digest, str) for digest in file["sha256"]):
                 raise TypeError(f"digests of {file['name']}")
         for key, entry in self.tensors.items():
-            if entry.dtype not in DTYPES or not all(map(_is_count, entry.shape)):
-                raise ValueError(f"'{key}' has dtype {entry.dtype} and shape {entry.shape}")
-            entry.pieces = sorted(((a, b, c, d) for a, b, c, d in entry.pieces), key=lambda piece: piece[1])
-            end, itemsize = 0, DTYPES[entry.dtype].itemsize
-            for number, start, stop, offset in entry.pieces:
-                if not all(map(_is_count, (number, start, stop, offset))) or start != end or stop <= start:
-                    raise ValueError(f"the pieces of '{key}' do not follow each other")
-                if offset + (stop - start) * itemsize > self.files[number]["bytes"]:
-                    raise ValueError(f"a piece of '{key}' is outside its file")
-                end = stop
-            if end != math.prod(entry.shape):
-                raise ValueError(f"the pieces of '{key}' do not cover it")
+            entry.check(key, self.files)
         if not isinstance(self.plain, dict) or not isinstance(self.about, dict):
             raise TypeError("plain data")
+
+
+def _in_order(key: str, pieces: list[Any], shape: list[int], itemsize: int, files: list[dict[str, Any]]) -> list[Piece]:
+    """The pieces of a tensor of this shape, which must follow each other without gaps."""
+    found: list[Piece] = sorted(((a, b, c, d) for a, b, c, d in pieces), key=lambda piece: piece[1])
+    end = 0
+    for number, start, stop, offset in found:
+        if not all(map(_is_count, (number, start, stop, offset))) or start != end or stop <= start:
+            raise ValueError(f"the pieces of '{key}' do not follow each other")
+        if offset + (stop - start) * itemsize > files[number]["bytes"]:
+            raise ValueError(f"a piece of '{key}' is outside its file")
+        end = stop
+    if end != math.prod(shape):
+        raise ValueError(f"the pieces of '{key}' do not cover it")
+    return found
+
+
+def _check_cover(key: str, shape: list[int], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Every element is in one box. A tensor is cut along one dimension, so boxes follow each other along it."""
+    numbers = [*shape, *(number for box in boxes for side in box for number in side)]
+    if not all(map(_is_count, numbers)) or any(len(side) != len(shape) for box in boxes for side in box):
+        raise ValueError(f"the boxes of '{key}' are not of its {len(shape)} dimensions")
+    cut = [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in boxes)]
+    if len(cut) > 1:
+        raise ValueError(f"'{key}' is cut along dimensions {cut}, and may be along one")
+    end, dim = 0, cut[0] if cut else 0
+    for offsets, sizes in sorted(boxes, key=lambda box: box[0][dim] if shape else 0):
+        if (offsets[dim] if shape else end) != end or any(o for other, o in enumerate(offsets) if other != dim):
+            raise ValueError(f"the boxes of '{key}' do not follow each other along dimension {dim}")
+        end += sizes[dim] if shape else 1
+    if end != (shape[dim] if shape else 1):
+        raise ValueError(f"the boxes of '{key}' reach to {end} of {shape[dim] if shape else 1} of dimension {dim}")
+
+
+def _boxes(found: Sequence[Any]) -> list[PartBox]:
+    return [PartBox(tuple(offsets), tuple(sizes), tuple(local)) for offsets, sizes, local in found]
 
 
 def _is_count(value: Any) -> bool:

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import torch
 from torch import Tensor
 
+from zerofold.checkpoint.boxes import SavedPart, Spread, flat_ranges
 from zerofold.checkpoint.contents import CheckpointError, Contents, OptimizerContents, Stored, numel
 from zerofold.checkpoint.files import DTYPES, DamagedError, Progress, WrittenFile, threads_here
 from zerofold.checkpoint.manifest import Entry, Manifest, candidates, is_checkpoint
@@ -73,7 +74,7 @@ def open_native(folder: Path) -> Contents:
     files = files_of(manifest, folder)
     for file in files:
         file.check_size()
-    tensors = {key: NativeTensor(key, entry, files) for key, entry in manifest.tensors.items()}
+    tensors = {key: _stored(key, entry, files) for key, entry in manifest.tensors.items()}
 
     def fetch(key: str) -> Tensor:
         stored = tensors[key]
@@ -134,7 +135,17 @@ def _brief(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _under(prefix: str, tensors: dict[str, NativeTensor]) -> dict[str, Any]:
+def _stored(key: str, entry: Entry, files: list[WrittenFile]) -> Stored:
+    if not entry.parts:
+        return NativeTensor(key, entry, files)
+    parts = (
+        SavedPart(tuple(part.boxes), NativeTensor(key, Entry(entry.dtype, part.shape, part.pieces), files))
+        for part in entry.parts
+    )
+    return Spread(tuple(entry.shape), DTYPES[entry.dtype], tuple(parts))
+
+
+def _under(prefix: str, tensors: dict[str, Stored]) -> dict[str, Any]:
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
@@ -145,7 +156,7 @@ def files_of(manifest: Manifest, folder: Path) -> list[WrittenFile]:
 def check_ranges(ranges: Iterable[tuple[Stored, int, int]]) -> None:
     """Reads the chunks of these ranges once and compares them with their digests, where the format has some."""
     files: dict[Path, tuple[WrittenFile, set[int]]] = {}
-    for stored, start, stop in ranges:
+    for stored, start, stop in (found for each in ranges for found in flat_ranges(*each)):
         if isinstance(stored, NativeTensor):
             for file, number in stored.chunks(start, stop):
                 written = stored.files[file]

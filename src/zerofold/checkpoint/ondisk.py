@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -219,26 +220,27 @@ class Boxed:
     def read(self, start: int, stop: int) -> Tensor:
         check_range(self, start, stop)
         plan = [
-            (block.start, block.offsets, block.sizes, box, *common)
+            (block, box, common)
             for block in boxes(self.shape, start, stop)
             for box in self.boxes
-            if (common := _common(block.offsets, block.sizes, box)) is not None
+            if (common := overlap(block.offsets, block.sizes, box.offsets, box.sizes)) is not None
         ]
         # Counted before anything is allocated: a false shape must not ask for memory.
-        found = sum(math.prod(high - low for low, high in zip(lows, highs, strict=True)) for *_, lows, highs in plan)
+        found = sum(math.prod(common.sizes) for *_, common in plan)
         if found != stop - start:
             raise CheckpointError(
                 f"{self.where} has {found} of the {stop - start} elements from {start} to {stop}: "
                 "its pieces do not cover the tensor; a file is damaged or missing"
             )
         result = torch.empty(stop - start, dtype=self.dtype)
-        for place, offsets, sizes, box, lows, highs in plan:
-            block = result[place - start : place - start + math.prod(sizes)].view(sizes)
-            inside = tuple(slice(a - o, b - o) for a, b, o in zip(lows, highs, offsets, strict=True))
-            block[inside].copy_(self._part(box, lows, highs))
+        for block, box, common in plan:
+            place = block.start - start
+            target = result[place : place + math.prod(block.sizes)].view(block.sizes)
+            both = zip(common.lows, block.offsets, common.sizes, strict=True)
+            target[tuple(slice(low - o, low - o + s) for low, o, s in both)] = self._part(box, common)
         return result
 
-    def _part(self, box: Box, lows: tuple[int, ...], highs: tuple[int, ...]) -> Tensor:
+    def _part(self, box: Box, wanted: Overlap) -> Tensor:
         source = box.open()
         if source.shape != box.sizes or source.dtype != self.dtype:
             raise CheckpointError(
@@ -246,19 +248,30 @@ class Boxed:
                 f"{list(source.shape)} and {source.dtype}: a file is damaged"
             )
         strides = [math.prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes))]
-        first = sum((low - o) * s for low, o, s in zip(lows, box.offsets, strides, strict=True))
-        last = sum((high - 1 - o) * s for high, o, s in zip(highs, box.offsets, strides, strict=True))
-        sizes = [high - low for low, high in zip(lows, highs, strict=True)]
-        return source.read(first, last + 1).as_strided(sizes, strides)
+        first = sum((low - o) * s for low, o, s in zip(wanted.lows, box.offsets, strides, strict=True))
+        last = first + sum((size - 1) * s for size, s in zip(wanted.sizes, strides, strict=True))
+        return source.read(first, last + 1).as_strided(wanted.sizes, strides)
 
 
-def _common(
-    offsets: tuple[int, ...], sizes: tuple[int, ...], box: Box
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where a block and a box overlap: the lowest corner, and the one past the highest."""
-    lows = tuple(map(max, offsets, box.offsets))
-    highs = tuple(min(o + s, p + t) for o, s, p, t in zip(offsets, sizes, box.offsets, box.sizes, strict=True))
-    return (lows, highs) if all(map(int.__lt__, lows, highs)) else None
+class Overlap(NamedTuple):
+    """Where two boxes meet: the lowest corner and the sizes."""
+
+    lows: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def overlap(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], others: tuple[int, ...], other_sizes: tuple[int, ...]
+) -> Overlap | None:
+    """What two boxes of a grid have in common; None where that is nothing.
+
+    >>> overlap((0, 2), (4, 4), (2, 0), (9, 3))
+    Overlap(lows=(2, 2), sizes=(2, 1))
+    """
+    lows = tuple(map(max, offsets, others))
+    highs = (min(o + s, p + t) for o, s, p, t in zip(offsets, sizes, others, other_sizes, strict=True))
+    found = tuple(high - low for low, high in zip(lows, highs, strict=True))
+    return Overlap(lows, found) if all(size > 0 for size in found) else None
 
 
 def check_range(stored: Stored, start: int, stop: int) -> None:

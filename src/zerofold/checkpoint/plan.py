@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from zerofold.checkpoint import states
+from zerofold.checkpoint.boxes import own_part
 from zerofold.checkpoint.contents import CheckpointError, Contents, Stored, clean, numel
-from zerofold.checkpoint.sources import check_fits, names_in_files
+from zerofold.checkpoint.sources import check_fits, names_in_files, prefix_of
 from zerofold.engine import Engine
 from zerofold.entry import Entry
 from zerofold.units import names_of_modules, names_of_sites
@@ -49,33 +50,42 @@ class Plan:
             self.fills.append(Fill(target, stored, start))
 
 
-def plan_tensors(engine: Engine, contents: Contents, plan: Plan, *, base: dict[str, str], strict: bool) -> None:
-    """Parameters, buffers and averages."""
-    used: set[str] = set()
+def known_names(engine: Engine) -> set[str]:
+    """Every name that a tensor of this rank's model may be stored under."""
+    paths, prefix = names_of_modules(engine.model), prefix_of(engine.model)
+    known = {name for slab in engine.slabs() for entry in slab.entries for name in names_of(entry, paths, prefix)}
+    buffers = [name for own, _ in states.buffers_by_names(engine) for name in own]
+    return known.union(buffers, *(names_in_files(name, prefix) for name in buffers))
+
+
+def plan_tensors(
+    engine: Engine, contents: Contents, plan: Plan, *, base: dict[str, str], elsewhere: frozenset[str], strict: bool
+) -> None:
+    """Parameters, buffers and averages. `elsewhere` are the names of what other ranks hold of the same model."""
+    used: set[str] = set(elsewhere)
     missing, narrowed = [], []
-    paths = names_of_modules(engine.model)
-    prefix = getattr(engine.model, "base_model_prefix", "")
-    prefix = prefix if isinstance(prefix, str) else ""
+    paths, prefix = names_of_modules(engine.model), prefix_of(engine.model)
     for slab in engine.slabs():
         for entry, piece in zip(slab.entries, slab.layout.pieces(slab.place), strict=True):
             names = names_of(entry, paths, prefix)
             used.update(names)  # all of them: some formats store tied parameters once for each name
             stored = contents.tensor(*names)
             if stored is None:
-                missing.append(clean(entry.name))
+                missing.append(states.name_of(entry))
                 continue
             check_fits(entry.name, entry.parameter, stored, contents.where)
             if stored.dtype.itemsize > slab.shard.dtype.itemsize and stored.dtype.is_floating_point:
                 narrowed.append(f"'{entry.name}' from {stored.dtype} to {slab.shard.dtype}")
-            plan.fill(slab.shard.detach()[piece.shard_start : piece.shard_stop], stored, piece.start)
-    for own, buffer in states.buffers_by_names(engine):
-        names = [*own, *(name for each in own for name in names_in_files(each, prefix))]
+            own = own_part(stored, entry.part)
+            plan.fill(slab.shard.detach()[piece.shard_start : piece.shard_stop], own, piece.start)
+    for own_names, buffer in states.buffers_by_names(engine):
+        names = [*own_names, *(name for each in own_names for name in names_in_files(each, prefix))]
         used.update(names)
         stored = contents.tensor(*names)
         if stored is None:
-            missing.append(own[0])
+            missing.append(own_names[0])
             continue
-        check_fits(own[0], buffer, stored, contents.where)
+        check_fits(own_names[0], buffer, stored, contents.where)
         # The buffer of a module may be a view with gaps, so it is filled by itself.
         plan.restores.append(_buffer_filler(buffer, stored))
         plan.checked.append((stored, 0, numel(stored)))
@@ -93,7 +103,7 @@ def plan_tensors(engine: Engine, contents: Contents, plan: Plan, *, base: dict[s
 
 def names_of(entry: Entry, paths: dict[torch.nn.Module, list[str]], prefix: str) -> list[str]:
     """All names that a parameter may be stored under, the one it is known by first."""
-    own = [clean(entry.name), *map(clean, names_of_sites(entry, paths))]
+    own = [states.name_of(entry), clean(entry.name), *map(clean, names_of_sites(entry, paths))]
     others = [name for each in own for name in names_in_files(each, prefix)]
     return [*own, *(name for name in others if name not in own)]
 
@@ -151,14 +161,14 @@ def _plan_averages(engine: Engine, contents: Contents, plan: Plan) -> None:
             continue
         fresh = []
         for slab, shard in average.shards().items():
-            weights = [flat for _, _, _, flat in states.own_pieces(slab, slab.shard)]
-            for (name, shape, start, flat), now in zip(states.own_pieces(slab, shard), weights, strict=True):
-                stored = saved["tensors"].get(contents.aliases.get(name, name))
-                if stored is None or tuple(stored.shape) != shape:
-                    fresh.append(name)  # trained since then
-                    plan.restores.append(_copier(flat, now))
+            weights = [held.flat for held in states.own_pieces(slab, slab.shard)]
+            for held, now in zip(states.own_pieces(slab, shard), weights, strict=True):
+                stored = saved["tensors"].get(contents.aliases.get(held.key, held.key))
+                if stored is None or tuple(stored.shape) != held.whole_shape:
+                    fresh.append(held.key)  # trained since then
+                    plan.restores.append(_copier(held.flat, now))
                 else:
-                    plan.fill(flat, stored, start)
+                    plan.fill(held.flat, own_part(stored, held.part), held.start)
         if fresh:
             plan.warnings.append(
                 f"{contents.where} has no average of '{fresh[0]}' ({len(fresh)} such parameter(s)): it starts from the "

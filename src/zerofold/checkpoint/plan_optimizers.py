@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from zerofold.checkpoint import states
+from zerofold.checkpoint.boxes import own_part
 from zerofold.checkpoint.contents import CheckpointError, Contents, OptimizerContents, Stored
 from zerofold.checkpoint.plan import Plan, report
 from zerofold.checkpoint.positions import named
 from zerofold.engine import Engine
 from zerofold.nested import map_tensors
 from zerofold.optim.probe import scalar_names, state_names
+from zerofold.part import Part
 from zerofold.sharded import ShardedParameter, ShardedTensor
 
 # How an optimizer computes, and how it was built, not what it does: these stay as they are here.
@@ -31,7 +33,7 @@ def plan_optimizers(
         raise CheckpointError(
             f"{contents.where} holds no optimizer states: pass None as optimizer for the weights alone"
         )
-    names = states.names_of(engine)
+    names, parts = states.names_of(engine), states.parts_of(engine)
     in_order = [names[id(p)] for o in optimizers for group in o.param_groups for p in group["params"] if id(p) in names]
     contents.optimizers = [named(saved, in_order) for saved in contents.optimizers]  # some formats know positions only
     places = {
@@ -49,7 +51,7 @@ def plan_optimizers(
             for parameter, name in members:
                 saved = places[name][0] if name in places else None
                 found = {} if saved is None else _states(contents, saved, name, optimizer, needed)
-                _plan_state(engine, plan, contents, optimizer, parameter, name, found, group)
+                _plan_state(engine, plan, contents, optimizer, parameter, parts.get(id(parameter)), name, found, group)
     for optimizer, saved in zip(optimizers, contents.optimizers, strict=False):
         if saved.kind == type(optimizer).__name__:
             plan.restores.append(partial(optimizer.state.update, saved.others))
@@ -148,6 +150,7 @@ def _plan_state(
     contents: Contents,
     optimizer: torch.optim.Optimizer,
     parameter: Tensor,
+    part: Part | None,
     name: str,
     found: dict[str, Any],
     group: dict[str, Any],
@@ -164,9 +167,12 @@ def _plan_state(
         saved = contents.tensor(name)
         dtype = _dtype(value, saved, parameter, held)
         is_number = key == "step" or (not parameter.dim() and key in scalar_names(optimizer))
-        if tuple(value.shape) == tuple(parameter.shape) and not is_number:
+        if tuple(value.shape) == tuple(parameter.shape if part is None else part.shape) and not is_number:
             state[key], flat, start = _like(parameter, held, dtype)
+            value = own_part(value, part)
         else:
+            if part is not None and part.is_cut:
+                states.check_state_of_part(f"{key} of {name}", value.shape, part)
             on_device = group.get("capturable") or group.get("fused") or key != "step"
             whole = torch.empty(value.shape, dtype=value.dtype, device=parameter.device if on_device else "cpu")
             state[key], flat, start = whole, whole.view(-1), 0

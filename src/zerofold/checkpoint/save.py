@@ -77,7 +77,7 @@ def save(
     """
     engine = Engine.of(model)
     finish_saving(engine)
-    path, control = Path(path).absolute(), engine.groups.control  # the working folder may change meanwhile
+    path, job = Path(path).absolute(), engine.groups.job  # the working folder may change meanwhile
     schedulers = listed(scheduler)
 
     def look() -> Collected:
@@ -88,26 +88,28 @@ def save(
             raise RuntimeError("zf.save inside `with average.swapped()` would save the averages as weights: leave it")
         if engine.schedule.holders:
             raise RuntimeError("zf.save inside `with zf.full_params(model)`: what was changed there counts at its end")
-        return collect(engine, optimizers_of(engine, optimizer), extra, schedulers, data, trainable_only)
+        return collect(engine, optimizers_of(engine, optimizer), extra, schedulers, data, trainable_only, buffers)
 
     engine.take_in_changes()
-    collected = together(control, look)
+    buffers = states.tell_buffers(engine)
+    collected = together(job, look)
     base = states.base_fingerprints(engine) if trainable_only else None
-    total = torch.tensor([collected.layout.nbytes])
-    control.all_reduce(total, unit="save").wait()
-    begun = together(control, lambda: folders.begin(path, tag, int(total)) if control.rank == 0 else None)
-    tag, folder = control.all_gather_objects(None if begun is None else (begun.tag, begun.folder))[0]
+    counted = sum(p.size for p in states.parameters(engine, trainable_only=False))
+    total = torch.tensor([collected.layout.nbytes, counted])
+    job.all_reduce(total, unit="save").wait()
+    begun = together(job, lambda: folders.begin(path, tag, int(total[0])) if job.rank == 0 else None)
+    tag, folder = job.all_gather_objects(None if begun is None else (begun.tag, begun.folder))[0]
     place = begun or folders.Place(path, tag, folder)
     place.becomes_latest = latest
     saving = Saving(path / tag, collected.layout.nbytes, progress)
-    job = Job(engine, saving, place, collected, base, keep)
+    task = Job(engine, saving, place, collected, base, keep, parameters=int(total[1]))
     if not background:
-        job.run(control.group, Image(collected.layout))
+        task.run(job.group, Image(collected.layout))
         saving.wait()
         return saving
     try:
         group = engine.saving_group = engine.saving_group or _new_group(engine)
-        snapshot = together(control, lambda: Snapshot(collected.layout, staging_of(engine)))
+        snapshot = together(job, lambda: Snapshot(collected.layout, staging_of(engine)))
     except Exception:
         place.abandon()
         raise
@@ -115,7 +117,7 @@ def save(
     # Any optimizer's: one that was built on the sharded parameters and never attached changes them as well.
     saving.after.append(register_optimizer_step_pre_hook(lambda *_: snapshot.settle()).remove)
     engine.saving = saving
-    saving.start(lambda: job.run(group, snapshot))
+    saving.start(lambda: task.run(group, snapshot))
     return saving
 
 
@@ -156,8 +158,8 @@ def staging_of(engine: Engine) -> Staging:
 
 def _new_group(engine: Engine) -> dist.ProcessGroup:
     """For agreements in the background, beside those of training."""
-    ranks, mesh = engine.groups.control.global_ranks, engine.groups.mesh
-    local = mesh is not None and mesh.size() != dist.get_world_size()
+    ranks = engine.groups.job.global_ranks
+    local = len(ranks) != dist.get_world_size()
     group = dist.new_group(ranks, backend="gloo", timeout=MEETING, use_local_synchronization=local)
     # Not before: a rank that dies while they connect is not noticed, and the others wait until the time-out.
     group.set_timeout(_LONGEST_WRITE)

@@ -72,5 +72,5 @@ def finish_saving(engine: Engine) -> None:
     try:
         saving.wait()
     except Exception:
-        if not all(engine.groups.control.all_gather_objects(was_told, unit="save")):
+        if not all(engine.groups.job.all_gather_objects(was_told, unit="save")):
             raise

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofold.checkpoint.boxes import own_part, whole_shape
 from zerofold.checkpoint.contents import Contents, Stored, clean, numel
+from zerofold.comm import Comm
 from zerofold.entry import Entry
+from zerofold.part import part_of
 
 _PEFT_ROOT = "base_model.model."
 _PEFT_LAYERS = frozenset({"base_layer", "original_module"})
@@ -47,20 +50,48 @@ def _without_peft(name: str) -> str:
     return ".".join(part for part in parts if part not in _PEFT_LAYERS)
 
 
+def prefix_of(model: nn.Module) -> str:
+    """Hugging Face's, of the base model inside one with a head."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return prefix if isinstance(prefix, str) else ""
+
+
+def known_in_files(model: nn.Module) -> set[str]:
+    """Every name that a tensor of this model may be stored under."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {known for name, _ in tensors for known in names_in_files(name, prefix_of(model))}
+
+
+def names_elsewhere(others: Comm | None, known: set[str]) -> frozenset[str]:
+    """What the other ranks that hold this model between them know: a stage of a pipeline has no use for it, and yet it
+    has its place. All of these ranks must call it.
+    """
+    if others is None:
+        return frozenset()
+    return frozenset().union(*others.all_gather_objects(known, unit="names"))
+
+
 def choose_sources(
-    model: nn.Module, assigned: dict[str, list[Entry]], contents: Contents, *, has_init: bool, warns: bool
+    model: nn.Module,
+    assigned: dict[str, list[Entry]],
+    contents: Contents,
+    *,
+    has_init: bool,
+    warns: bool,
+    elsewhere: frozenset[str] = frozenset(),
 ) -> None:
     """Gives every entry the stored tensor of its name, and checks that nothing is missing or of another shape.
 
-    A parameter that is not stored keeps the values it has, or gets those of an init function that was given.
+    A parameter that is not stored keeps the values it has, or gets those of an init function that was given. Of one
+    that is cut over a tensor axis, the entry gets this rank's part.
     """
-    files = _Names(model, contents)
+    files = _Names(model, contents, elsewhere)
     entries = [entry for unit in assigned.values() for entry in unit]
     for entry in entries:
         found = files.find(entry.parameter)
         if found is not None:
             check_fits(entry.name, entry.parameter, found, contents.where)
-        entry.source = found
+        entry.source = None if found is None else own_part(found, entry.part)
     missing, unused = [entry for entry in entries if entry.source is None], files.unused()
     if len(missing) == len(entries):
         stored = next(iter(contents.tensors), "nothing")
@@ -87,7 +118,7 @@ def choose_sources(
 
 def load_buffers(model: nn.Module, contents: Contents, device: torch.device) -> None:
     """Persistent buffers that are stored, on every rank: they are whole everywhere."""
-    files = _Names(model, contents)
+    files = _Names(model, contents, frozenset())
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None or name in module._non_persistent_buffers_set:
@@ -105,9 +136,10 @@ def load_buffers(model: nn.Module, contents: Contents, device: torch.device) -> 
 
 def check_fits(name: str, tensor: Tensor, stored: Stored, where: str) -> None:
     """Shapes must be equal; dtypes of one kind, since only these can be converted without another meaning."""
-    if tuple(tensor.shape) != stored.shape:
+    shape = whole_shape(tensor)
+    if shape != stored.shape:
         raise ValueError(
-            f"'{name}' has shape {tuple(tensor.shape)}, in {where} it has {stored.shape}: build the model with the "
+            f"'{name}' has shape {shape}, in {where} it has {stored.shape}: build the model with the "
             "config it was saved with"
         )
     if _kind(tensor.dtype) != _kind(stored.dtype):
@@ -126,10 +158,9 @@ def _kind(dtype: torch.dtype) -> str:
 class _Names:
     """The names of a model's tensors, in the model and in files."""
 
-    def __init__(self, model: nn.Module, contents: Contents) -> None:
-        self._model, self._contents = model, contents
-        prefix = getattr(model, "base_model_prefix", "")
-        self._prefix = prefix if isinstance(prefix, str) else ""
+    def __init__(self, model: nn.Module, contents: Contents, elsewhere: frozenset[str]) -> None:
+        self._model, self._contents, self._elsewhere = model, contents, elsewhere
+        self._prefix = prefix_of(model)
         self._of: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -137,7 +168,8 @@ class _Names:
                     self._of.setdefault(id(tensor), []).append(f"{path}.{name}".lstrip("."))
 
     def find(self, tensor: Tensor) -> Stored | None:
-        names = self._of[id(tensor)]
+        part = part_of(tensor)
+        names = [*([] if part is None or part.name is None else [part.name]), *self._of[id(tensor)]]
         ways = [list(names_in_files(name, self._prefix)) for name in names]
         return self._contents.tensor(*(way[0] for way in ways), *(name for way in ways for name in way[1:]))
 
@@ -145,6 +177,7 @@ class _Names:
         """Stored tensors under no name of the model, but for those that its class says may be there."""
         known = {name for names in self._of.values() for each in names for name in names_in_files(each, self._prefix)}
         ignored: Any = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        known |= self._elsewhere
         left = [name for name in self._contents.tensors if name not in known]
         return [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
 

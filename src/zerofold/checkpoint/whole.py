@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zerofold.agree import agree
 from zerofold.checkpoint.contents import Stored, clean, numel
+from zerofold.checkpoint.live_parts import join_parts
 from zerofold.engine import Engine
+from zerofold.part import Part, part_of
 from zerofold.sharded import ShardedTensor
 from zerofold.slab import Slab
 from zerofold.unit import Unit
@@ -69,6 +72,26 @@ class Live(NamedTuple):
 def live_tensors(model: nn.Module, *, dtype: torch.dtype | None, trainable_only: bool = False) -> Live:
     """Readable like a checkpoint, but on the model's device. A read is a gather: all ranks must make the same ones."""
     engine = Engine.of(model)
+    if engine.groups.model is None:
+        return _own_tensors(engine, dtype, trainable_only=trainable_only)
+    own = agree(engine.groups.job, lambda: _own_tensors(engine, dtype, trainable_only=trainable_only))
+    parts, named, aliases = {}, {}, dict(own.aliases)
+    for name, stored in own.tensors.items():
+        part = stored.part if isinstance(stored, (LiveParameter, LiveTensor)) else None
+        known = name if part is None or part.name is None else part.name
+        named[known] = stored
+        if part is not None:
+            parts[known] = part
+        if known != name:
+            aliases = {**{other: known if kept == name else kept for other, kept in aliases.items()}, name: known}
+    joined = join_parts(named, parts, engine.groups.model, engine.device)
+    told = engine.groups.model.all_gather_objects(aliases, unit="names")
+    return Live(joined, {name: kept for each in told for name, kept in each.items() if name not in joined})
+
+
+def _own_tensors(engine: Engine, dtype: torch.dtype | None, *, trainable_only: bool) -> Live:
+    """What this rank and its data axis have of the model: all of it, where no other axis splits it."""
+    model = engine.model
     if engine.schedule.holders:
         raise RuntimeError("inside full_params the model's weights may be half changed: leave it before they are read")
     engine.take_in_changes()
@@ -115,6 +138,11 @@ class LiveTensor:
     cast: torch.dtype | None
 
     @property
+    def part(self) -> Part | None:
+        """Of a parameter of which nothing is left for the last ranks of a tensor axis."""
+        return part_of(self.tensor)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
@@ -135,6 +163,10 @@ class LiveParameter:
     slab: Slab
     index: int
     cast: torch.dtype | None
+
+    @property
+    def part(self) -> Part | None:
+        return self.slab.entries[self.index].part
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -57,6 +57,12 @@ class Mesh:
         """What ZeRO places states over: the ranks that hold the same part of the model."""
         return self.device_mesh[DATA] if self.replicate == 1 else self.device_mesh[REPLICATE, DATA]
 
+    @property
+    def all_zero(self) -> torch.Tensor:
+        """Every such mesh as a block of ranks, along the first dimension: all ranks make the groups of all of them."""
+        ranks = self.device_mesh.mesh.movedim(AXES.index(TENSOR), 1).flatten(0, 1)  # pipeline x tensor, replicate, data
+        return ranks.squeeze(1) if self.replicate == 1 else ranks
+
     def along(self, axis: str) -> DeviceMesh:
         """This rank and those that differ from it in this axis alone."""
         return self.device_mesh[axis]
