@@ -22,7 +22,13 @@ _SHOWN_GROUPS = 8
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks in a block of four axes. Printed, it is a table of who talks to whom."""
+    """Ranks in a block of four axes, as `zf.mesh` makes it. Printed, it is a table of who talks to whom.
+
+    >>> import zerofold as zf
+    >>> made = zf.mesh(data=1)
+    >>> made.data, made.tensor, made.coordinate["pipeline"]
+    (1, 1, 0)
+    """
 
     device_mesh: DeviceMesh
 
