@@ -22,6 +22,9 @@ UPDATE = 37
 """For its part of the step."""
 
 
+_TURNS = 4
+
+
 class HostSeconds(NamedTuple):
     """Of a step."""
 
@@ -49,3 +52,13 @@ def host_seconds(model: ModelShape, machine: Machine, point: Point) -> HostSecon
     uses = units * (UNIT + (RECOMPUTE if point.checkpoint_every else 0))
     each = machine.host_seconds / point.pipeline
     return HostSeconds(each * point.accumulate * (kernels + uses), each * units * UPDATE)
+
+
+def waited_for(host: float, device: float) -> float:
+    """Seconds of a device in which it has no kernel: all that the host takes longer, where one of them is far behind;
+    where both take about as long, each waits for the other in turn.
+
+    >>> [round(waited_for(*both), 2) for both in ((3, 1), (1, 1), (1, 3))]
+    [2.01, 0.19, 0.01]
+    """
+    return (host**_TURNS + device**_TURNS) ** (1 / _TURNS) - device

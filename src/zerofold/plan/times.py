@@ -14,7 +14,7 @@ from zerofold.plan.away import STATES_BYTES, away_of, node_ranks
 from zerofold.plan.collectives import data_span
 from zerofold.plan.compute import matrix_rate
 from zerofold.plan.ground import Ground, ground_of
-from zerofold.plan.host import host_seconds
+from zerofold.plan.host import host_seconds, waited_for
 from zerofold.plan.machine import Machine
 from zerofold.plan.point import Memory, Point, Times, Traffic
 from zerofold.plan.shape import ModelShape
@@ -46,7 +46,7 @@ def times(
     >>> model = ModelShape(name="m", units=(UnitShape(name="", trained=0), blocks), tokens=2048)
     >>> found = times(model, machine, Point(stage="2", micro_batch=8))
     >>> round(found.compute, 3), found.bottleneck
-    (0.122, 'compute')
+    (0.118, 'compute')
     """
     ground = ground or ground_of(model, machine, point)
     waits = Waits(ground, machine, point, row(point.stage), away_of(point, memory))
@@ -54,7 +54,7 @@ def times(
     compute, update = ground.floor.compute + _passes(waits), _update(waits)
     on_device = compute + update + sum(exposed.values())
     host = host_seconds(model, machine, point)
-    exposed[LAUNCH] = max(0.0, host.passes - on_device) + host.update
+    exposed[LAUNCH] = waited_for(host.passes, on_device) + host.update
     exposed = {name: waited for name, waited in exposed.items() if waited > 0}
     intensity = _intensity(model, point)
     parts = {"compute": compute, "update": update, **exposed}
