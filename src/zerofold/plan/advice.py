@@ -62,6 +62,7 @@ _WAITS = {
     "update": "the update",
     "pipeline": "other stages of the pipeline",
     "tensor": "exchanging activations",
+    "launch": "the host starting kernels",
 }
 
 
