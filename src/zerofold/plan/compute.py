@@ -50,7 +50,7 @@ def work_seconds(work: Work, samples: float, machine: Machine, precision: str, t
     >>> link = Link(rate=1)
     >>> machine = Machine(name="m", device_memory=0, host_memory=0, flops=1e15, flops_fp32=1e13, memory_rate=1e12,
     ...                   kernel_seconds=1e-5, inside=link, across=link, to_host=link, host_update=1)
-    >>> work_seconds(Work(PerSample(0, 8.5e11), PerSample(0, 1e9)), 2, machine, "bf16")
+    >>> work_seconds(Work(PerSample(0, 8.8e11), PerSample(0, 1e9)), 2, machine, "bf16")
     0.004
     >>> work_seconds(Work(kernels=100), 1, machine, "bf16")  # too short: the host cannot start them faster
     0.001
