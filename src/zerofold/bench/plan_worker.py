@@ -19,6 +19,7 @@ from zerofold.bench.memory import make_finite
 from zerofold.bench.meters import Meter, meter_on
 from zerofold.bench.plan_models import PlanModel, plan_model
 from zerofold.bench.plan_predicted import BUFFER_BYTES, Rates, Run, peak_bytes, step_seconds
+from zerofold.plan.measure import measure_host_seconds
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.tracing import trace
 
@@ -179,21 +180,7 @@ def measure_rates(device: torch.device, precision: str) -> Rates:
             small.add_(1)
 
     started = min(_timed(many, device) for _ in range(3)) / 200
-    return Rates(2 * width**3 / product, 2 * source.nbytes / copied, started, _host_seconds(device))
-
-
-def _host_seconds(device: torch.device) -> float:
-    """Of a kernel in a network that is all host: forward and backward of layers too small to compute anything."""
-    layers, kernels_of_a_layer = 32, 6  # product with bias and gelu; their backward: two products, a sum, gelu's
-    network = nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(8, 8), nn.GELU()))).to(device)
-    given = torch.ones(8, 8, device=device, requires_grad=True)
-
-    def step() -> None:
-        network(given).sum().backward()
-        network.zero_grad()
-
-    step()
-    return min(_timed(step, device) for _ in range(10)) / (layers * kernels_of_a_layer)
+    return Rates(2 * width**3 / product, 2 * source.nbytes / copied, started, measure_host_seconds(device))
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> float:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerofold.memory.arena import HostArena
 from zerofold.memory.disk import DiskStore
@@ -49,10 +49,28 @@ def this_machine(*, devices: int | None = None, path: str | None = None) -> Mach
         flops_fp32=_matmul(device, torch.float32),
         memory_rate=_copy(device),
         to_host=_to_host(device) if kind == "cuda" else like.to_host,
+        host_seconds=measure_host_seconds(device) if kind == "cuda" else like.host_seconds,
         host_update=measure_host_update(elements).parameters_per_second,
         source="measured",
     )
     return found if path is None else _with_disk(found, Path(path))
+
+
+def measure_host_seconds(device: torch.device) -> float:
+    """Of the host for a kernel, in a network that is nothing else: layers too small to compute anything.
+
+    >>> 0 < measure_host_seconds(torch.device("cpu")) < 1
+    True
+    """
+    layers, kernels_of_a_layer = 32, 6  # product with bias and gelu; their backward: two products, a sum, gelu's
+    network = nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(8, 8), nn.GELU()))).to(device)
+    given = torch.ones(8, 8, device=device, requires_grad=True)
+
+    def step() -> None:
+        network(given).sum().backward()
+        network.zero_grad()
+
+    return 1 / _rate(step, layers * kernels_of_a_layer, device)
 
 
 def _rate(run: Callable[[], object], amount: float, device: torch.device) -> float:
