@@ -21,6 +21,8 @@ H200 = preset("H200", devices=1)
 UNITS = [UnitShape(name="", trained=10**8), *(UnitShape(name=f"blocks.{i}", trained=10**8) for i in range(64))]
 POINT = Point(stage="3", checkpoint_every=1)
 
+BUDGET_FOR_PARTS = 16 * 2**20
+
 
 def stream(tokens: int, **more: int) -> Stream:
     return Stream(nbytes=tokens * 4096 * 2, tokens=tokens, **more)
@@ -71,11 +73,15 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def train(keep: str, lengths: list[int], **more: Any) -> tuple[list[float], list[str], dict[str, int]]:
+def train(
+    keep: str, lengths: list[int], *, tensor: int = 1, **more: Any
+) -> tuple[list[float], list[str], dict[str, int]]:
     torch.manual_seed(0)
     model = Net()
-    model, optimizer = zf.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, units=nn.Sequential)
-    checkpointing = zf.checkpoint_blocks(model, keep=keep, **more)
+    mesh = zf.mesh(tensor=tensor, device="cpu") if tensor > 1 else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = zf.prepare(model, optimizer, stage=3, units=nn.Sequential, mesh=mesh)
+    checkpointing = zf.checkpoint_blocks(model, keep=keep, partition=mesh, **more)
     losses, places, most = [], [], dict.fromkeys(("device", "host", "nvme"), 0)
     for step, length in enumerate(lengths):
         loss = model(torch.arange(4 * length).view(4, length).mul(step + 3) % 64)
@@ -84,7 +90,8 @@ def train(keep: str, lengths: list[int], **more: Any) -> tuple[list[float], list
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
-        places.append("device" if checkpointing.store is None else checkpointing.store.tier.value)
+        store = checkpointing.store
+        places.append("device" if store is None else f"{'parts, ' * (store.partition is not None)}{store.tier.value}")
     checkpointing.remove()
     zf.close(model)
     return losses, places, most
@@ -105,6 +112,18 @@ def test_inputs_leave_the_device_when_they_no_longer_fit_it(ranks: Any, capfd: A
     assert len(said) == 2  # of the first rank, one for each choice
     assert "wait on the device: a step takes" in said[0]
     assert "wait in host memory: with all of them on the device" in said[1]
+
+
+def test_parts_of_tensor_ranks_come_before_the_host(ranks: Any) -> None:
+    """Each keeps the half of every input; with still longer sequences, in host memory."""
+    lengths = [16, 288, 16, 1024]
+    plain = ranks(2, train, "device", lengths, tensor=2)
+    for (losses, _, _), (found, places, most) in zip(
+        plain, ranks(2, train, "auto", lengths, tensor=2, budget=BUDGET_FOR_PARTS), strict=True
+    ):
+        assert found == losses
+        assert places == ["device", "parts, device", "parts, device", "parts, host"]
+        assert most["host"] == pytest.approx(8 * 4 * 1024 * 128 * 4 / 2, rel=0.05)  # of the longest, the half
 
 
 def test_a_folder_is_the_last_place(ranks: Any, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_books_count_the_whole_model_once(ranks: Any, tmp_path: Path) -> None:
 def refused(folder: str) -> str:
     spread = zf.mesh(tensor=2, device="cpu")
     model = zf.shard(nn.Sequential(Half(spread.coordinate["tensor"])), stage=1, units=Half, mesh=spread)
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(Exception) as caught:
         zf.Run(folder, model)
     zf.close(model)
     return str(caught.value)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerofold.activation.chains import first_of
+from zerofold.activation.partition import Partition
 from zerofold.activation.store import CheckpointStore
 from zerofold.engine import Engine
 from zerofold.memory.host import host_memory
@@ -28,7 +29,6 @@ from zerofold.plan.states import Widths
 from zerofold.precision import policy_of
 
 AUTO = "auto"
-_ORDER = [tier.value for tier in Tier]
 _DISK_RATE = 2e9  # for the line that says what it costs
 
 
@@ -48,9 +48,10 @@ class Automatic:
         budget: int | None,
         model: Callable[[], nn.Module | None],
         run: Callable[..., Any],
+        parts: Partition | None = None,
     ) -> None:
         self._blocks, self._every, self._path, self._budget = dict(blocks), every, path, budget
-        self._model, self._run = model, run
+        self._model, self._run, self._parts = model, run, parts
         self._largest = 0
         self.choice: Choice | None = None
         """None before the first forward."""
@@ -70,12 +71,15 @@ class Automatic:
         if model is None:
             return
         found = self._choose(model, stream)
-        before = "" if self.choice is None else self.choice.keep
-        if before and _ORDER.index(found.keep) <= _ORDER.index(before):
+        if self._parts is not None:
+            found = self._parts.furthest(found)
+        if self.choice is not None and found.distance <= self.choice.distance:
             return
         self.choice = found
-        if found.keep != Tier.DEVICE.value:
-            self.stores.append(CheckpointStore(found.keep, path=self._path if found.keep == Tier.NVME.value else None))
+        if found.partition or found.keep != Tier.DEVICE.value:
+            path = self._path if found.keep == Tier.NVME.value else None
+            parts = self._parts if found.partition else None
+            self.stores.append(CheckpointStore(found.keep, path=path, partition=parts))
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f'keep="auto": {found.sentence}.', flush=True)
 
@@ -111,7 +115,7 @@ class Automatic:
             seen,
             machine,
             point,
-            can_cut=False,  # P_a: True once a store can keep a tensor-parallel rank's part
+            can_cut=self._parts is not None,
             widths=Widths.of(engine.precision),
             tiers=tiers or None,
         )

@@ -19,6 +19,7 @@ from torch import nn
 from zerofold.activation.automatic import AUTO, Automatic
 from zerofold.activation.chains import NO_CHAIN, first_of, groups_of, run_in_turn, same_but_first
 from zerofold.activation.checkpointing import Policy, checkpoint
+from zerofold.activation.partition import Partition
 from zerofold.activation.store import CheckpointStore
 from zerofold.engine import Engine
 from zerofold.parallel.mesh import Mesh
@@ -55,7 +56,8 @@ def checkpoint_blocks(
     path           the folder for keep="nvme", without which "auto" does not go there
     budget         with keep="auto": bytes that training may take of the device; by default all that it has
     partition      a `zf.mesh`: of inputs that the ranks along its tensor axis hold alike, each keeps its part, wherever
-                   `keep` says; they are rebuilt by an all-gather one block ahead of their use. All ranks must call it.
+                   `keep` says ("auto": if they would not fit whole); they are rebuilt by an all-gather one block ahead
+                   of their use. All ranks must call it.
     units          which modules are blocks, as for `zf.prepare`; by default the units of a sharded model, and the
                    repeated blocks of any other
     use_reentrant  as torch means it
@@ -97,7 +99,9 @@ def checkpoint_blocks(
     run: Callable[..., Any] = partial(checkpoint, use_reentrant=use_reentrant, policy=policy)
     auto = None
     if keep == AUTO:
-        run = auto = Automatic(blocks, every, path=path, budget=budget, model=weakref.ref(model), run=run)
+        parts = None if partition is None else Partition.over(partition)
+        found = weakref.ref(model)
+        run = auto = Automatic(blocks, every, path=path, budget=budget, model=found, run=run, parts=parts)
     else:
         run = partial(run, store=store)
     names = {module: name for name, module in blocks.items()}

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from zerofold.activation.shelves import Arrived, Item, Layout, Shelf
 from zerofold.comm import ALONE, Comm, Handle, Traffic
 from zerofold.parallel.mesh import TENSOR, Mesh
+from zerofold.plan.keeping import Choice
 
 _GROUP = "checkpoints"
 
@@ -106,6 +107,11 @@ class Partition:
         own = flat[first : first + item.layout.shape.numel()]
         gathering = shelf.fill(item, own, gather)
         return Arrived(flat[:numel].as_strided(whole.layout.shape, whole.layout.stride).data, gathering)
+
+    def furthest(self, choice: Choice) -> Choice:
+        """Of what its ranks would choose, the place that is furthest from the device. All of them must ask: each knows
+        its own host alone, and what they keep in parts they must keep alike."""
+        return max(self._comm.all_gather_objects(choice, unit="keep"), key=lambda each: each.distance)
 
     def check_alike(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Once for each block, before the first of its inputs is cut: a rank that had other values would compute on a

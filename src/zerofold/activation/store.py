@@ -164,7 +164,7 @@ class CheckpointStore:
         keep: str = "host",
         *,
         path: str | os.PathLike[str] | None = None,
-        partition: Mesh | dist.ProcessGroup | None = None,
+        partition: Mesh | dist.ProcessGroup | Partition | None = None,
     ) -> None:
         try:
             self.tier = Tier(keep)
@@ -175,7 +175,9 @@ class CheckpointStore:
         if self.tier is Tier.NVME and path is None:
             raise ValueError('keep="nvme" needs a folder on the disk: add path=')
         self._path = path
-        self.partition = None if partition is None else Partition.over(partition)
+        if partition is not None and not isinstance(partition, Partition):
+            partition = Partition.over(partition)
+        self.partition = partition
         self._shelf: Shelf | None = None
         self._device: torch.device | None = None
         self._present: weakref.WeakSet[Kept] = weakref.WeakSet()  # on the device, or there when last looked

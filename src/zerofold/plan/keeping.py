@@ -44,6 +44,11 @@ class Choice(NamedTuple):
     fits: bool
     sentence: str
 
+    @property
+    def distance(self) -> tuple[int, bool]:
+        """From the device, for comparison."""
+        return [tier.value for tier in Tier].index(self.keep), self.partition
+
 
 def choose(
     units: Sequence[UnitShape],
