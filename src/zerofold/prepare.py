@@ -33,7 +33,7 @@ from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
 from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
 from zerofold.parallel.pipeline import Pipeline
-from zerofold.parallel.tensor import has_dtensors, is_tensor_parallel, rebase, take_in, tensor_parallel
+from zerofold.parallel.tensor import rebase, spread_over_tensor_ranks
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
 from zerofold.state_dicts import StateDicts
@@ -306,12 +306,7 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
 def _spread(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
     """Over the tensor axis, unless that was done before. What stands for DTensors now, by their ids."""
     _check_ready(model)
-    if mesh.tensor == 1 or is_tensor_parallel(model) or Engine.is_on(model):
-        return {}
-    if has_dtensors(model):
-        return take_in(model, mesh)
-    tensor_parallel(model, mesh)
-    return {}
+    return {} if Engine.is_on(model) else spread_over_tensor_ranks(model, mesh)
 
 
 def _materialiser(model: nn.Module, plan: _Plan, init: Init | None) -> Materialiser | None:

@@ -149,16 +149,39 @@ def _pass(
     length: int | None,
 ) -> tuple[_Seen, Exception | None]:
     seen = _Seen(len(blocks), length)
-    handles = [module.register_forward_pre_hook(partial(seen.note, name)) for name, module in holders.items()]
+    recorders = {block: _Recorder(name, block, seen) for name, block in blocks.items()}
     try:
-        with _without(model, {block: _Recorder(name, block, seen) for name, block in blocks.items()}):
+        with _without_hooks(model), _without(model, recorders), _noting(seen, holders):
             functional_call(model, _without_memory(model), args, kwargs)
         return seen, None
     except Exception as error:
         return seen, error
+
+
+@contextmanager
+def _noting(seen: _Seen, holders: dict[str, nn.Module]) -> Iterator[None]:
+    handles = [module.register_forward_pre_hook(partial(seen.note, name)) for name, module in holders.items()]
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Nobody is to notice the pass. Hooks of tensor parallelism would talk to other ranks about tensors without memory;
+    a module that is cut runs on its own piece as well, and what it gives is thrown away.
+    """
+    kinds = ("_forward_pre_hooks", "_forward_hooks")
+    held = [(module, kind, dict(getattr(module, kind))) for module in model.modules() for kind in kinds]
+    for module, kind, _ in held:
+        getattr(module, kind).clear()
+    try:
+        yield
+    finally:
+        for module, kind, hooks in held:
+            getattr(module, kind).update(hooks)
 
 
 def _said(error: Exception | None) -> str:

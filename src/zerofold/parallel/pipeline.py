@@ -28,6 +28,7 @@ from zerofold.parallel.schedules import check_counts, owners_of_stages, schedule
 from zerofold.parallel.split import Cost, Split, cut_in_place, plan_stages
 from zerofold.parallel.stage import LossFn, MicroBatch, Runner, StageModule, Stream, run_forwards
 from zerofold.parallel.stand_ins import Reached
+from zerofold.parallel.tensor import sequence_ranks, spread_over_tensor_ranks
 from zerofold.parallel.ties import Ties
 
 _KEPT_RUNNERS = 4  # shapes of micro-batches for which torch's buffers are kept
@@ -49,7 +50,8 @@ def pipeline(
     """Cuts `model` into stages, in place: this rank keeps the blocks of its own under the names they have.
 
     Afterwards build the optimizer on what is left and place its states: `zf.prepare(pipe, optimizer, mesh=mesh)`.
-    Models on the meta device are cut as well, so that no rank ever has memory for another one's stage.
+    Models on the meta device are cut as well, so that no rank ever has memory for another one's stage. Over a tensor
+    axis `zf.tensor_parallel` comes first, since it has to see the whole model; if it has not been called, it is here.
 
     mesh             whose pipeline axis the stages are dealt over
     microbatches     into how many equal parts `step` cuts a batch
@@ -93,6 +95,7 @@ def pipeline(
     kind = schedule_kind(schedule)
     chunks = chunks_per_rank if chunks_per_rank is not None else 2 if schedule in ("interleaved", "zbv") else 1
     check_counts(schedule, mesh.pipeline, chunks, microbatches)
+    spread_over_tensor_ranks(model, mesh)
     anatomy = read_anatomy(model, example)
     stages = plan_stages(anatomy, owners_of_stages(kind, mesh.pipeline, chunks), split, cost)
     cut = cut_in_place(model, anatomy, stages, mesh.coordinate[PIPELINE])
@@ -126,6 +129,7 @@ class Pipeline:
         self._runners: OrderedDict[Stream, Runner] = OrderedDict()
         self._streams: dict[Any, Stream] = {}
         self._ties = Ties(split, mesh.coordinate[PIPELINE], self._group)
+        split.course.sequence_ranks = sequence_ranks(model)
         vars(model)["_zerofold_pipeline"] = self  # for the ledger
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -276,6 +280,8 @@ class Pipeline:
         if told[0] is None:
             raise RuntimeError("the model's forward ended without calling its first block")
         shape, dtype = told[0]
+        if self._split.course.sequence_ranks > 1:  # the first block keeps a part, and that is what goes on
+            shape = (shape[0], shape[1] // self._split.course.sequence_ranks, *shape[2:])
         return Stream(torch.Size(shape), dtype)
 
     def _tell(self, loss: Tensor | None, engine: Engine) -> Tensor:

@@ -85,7 +85,7 @@ def plan_stages(
         after = sum(weigh(name, module) for name, module in anatomy.after.items())
         costs = [weigh(name, block) for name, block in anatomy.blocks.items()]
         starts = balance(costs, len(owners), before=before, after=after)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in anatomy.blocks.values()]
+    sizes = [sum(whole_numel(p) for p in block.parameters()) for block in anatomy.blocks.values()]
     stages = []
     for index, (rank, first, stop) in enumerate(zip(owners, starts, [*starts[1:], len(names)], strict=True)):
         around = {p for module in (anatomy.before if index == 0 else {}).values() for p in module._parameters.values()}
@@ -94,7 +94,7 @@ def plan_stages(
             for module in (anatomy.after if index == len(owners) - 1 else {}).values()
             for p in module._parameters.values()
         }
-        parameters = sum(sizes[first:stop]) + sum(p.numel() for p in around if p is not None)
+        parameters = sum(sizes[first:stop]) + sum(whole_numel(p) for p in around if p is not None)
         stages.append(Stage(index, rank, first, stop, parameters))
     return tuple(stages)
 
@@ -102,7 +102,13 @@ def plan_stages(
 def multiplied_parameters(name: str, module: nn.Module) -> float:
     """Parameters that every token is multiplied with: those of embeddings are looked up, which takes no time."""
     holders = (inner for inner in module.modules() if not isinstance(inner, (nn.Embedding, nn.EmbeddingBag)))
-    return float(sum(p.numel() for inner in holders for p in inner._parameters.values() if p is not None))
+    return float(sum(whole_numel(p) for inner in holders for p in inner._parameters.values() if p is not None))
+
+
+def whole_numel(parameter: nn.Parameter) -> int:
+    """Of all tensor ranks together: they must come to the same stages, even where their pieces differ in size."""
+    part = part_of(parameter)
+    return parameter.numel() if part is None else part.shape.numel()
 
 
 def cut_in_place(model: nn.Module, anatomy: Anatomy, stages: tuple[Stage, ...], rank: int) -> Split:

@@ -37,6 +37,7 @@ class Course:
     received: Tensor | None = None
     was_received: bool = False  # a block got it
     dtype: torch.dtype | None = None  # of the stream, once it is known
+    sequence_ranks: int = 1  # that each have a part of the sequence between blocks
     length_of_output: int | None = None  # of the tuple that a block returns, the stream in front; None for a tensor
 
     def in_form(self, stream: Tensor) -> Any:
@@ -84,7 +85,9 @@ class BlockStandIn(StandIn):
             return course.in_form(stream)
         received = course.received
         assert received is not None, "a stage after the first one has something to go on from"
-        if stream.shape != received.shape:
+        # Here nobody has cut the sequence: that is done in front of the first block.
+        expected = [size // course.sequence_ranks if dim == 1 else size for dim, size in enumerate(stream.shape)]
+        if expected != list(received.shape):
             raise ValueError(
                 f"'{self.name}' was given a tensor of shape {tuple(stream.shape)} on this rank, but the stage before "
                 f"sends {tuple(received.shape)}: between its blocks the model makes something else of what they return"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,13 @@ from zerofold.part import Part, part_of, set_part
 Model = TypeVar("Model", bound=nn.Module)
 
 _ATTRIBUTE = "_zerofold_tensor_ranks"
+
+
+class _Spread(NamedTuple):
+    """What was done to a model, for those who come later."""
+
+    ranks: int
+    sequence_ranks: int = 1
 
 
 def tensor_parallel(
@@ -68,7 +75,7 @@ def tensor_parallel(
         agree(control, lambda: _apply(model, axis, chosen))
     finally:
         dist.destroy_process_group(control.group)
-    setattr(model, _ATTRIBUTE, mesh.tensor)
+    setattr(model, _ATTRIBUTE, _Spread(mesh.tensor, mesh.tensor if sequence_parallel else 1))
     share_random_state(axis)
     FirstForward(model, axis)
     return model
@@ -106,9 +113,25 @@ def take_in(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
             module._parameters[name] = made[id(parameter)]
         _show(module, held, axis)
     _mark_whole(model, axis)
-    setattr(model, _ATTRIBUTE, mesh.tensor)
+    setattr(model, _ATTRIBUTE, _Spread(mesh.tensor))
     FirstForward(model, axis)
     return made
+
+
+def spread_over_tensor_ranks(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
+    """Unless that was done before. What stands for DTensors now, by their ids."""
+    if mesh.tensor == 1 or is_tensor_parallel(model):
+        return {}
+    if has_dtensors(model):
+        return take_in(model, mesh)
+    tensor_parallel(model, mesh)
+    return {}
+
+
+def sequence_ranks(model: nn.Module) -> int:
+    """Over how many ranks the sequence is cut between the model's blocks; 1 where it is whole."""
+    found = (vars(module).get(_ATTRIBUTE) for module in model.modules())
+    return max((spread.sequence_ranks for spread in found if isinstance(spread, _Spread)), default=1)
 
 
 def has_dtensors(model: nn.Module) -> bool:

@@ -1,0 +1,133 @@
+"""Tensor parallelism, pipelines and ZeRO together: 2 x 2 x 2 ranks train as one process does, and so does each pair."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+import zerofold as zf
+from zerofold.train.gpt import GPT, Block, GPTConfig
+
+STEPS, SAMPLES, SEQUENCE, WORDS = 10, 8, 8, 32
+CLIP = 0.5  # below every norm here: it binds in every step
+CUBE = {"data": 2, "tensor": 2, "pipeline": 2}
+Sizes = dict[str, int]
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(layers=4, hidden=16, heads=2, seq=SEQUENCE, vocab=WORDS))
+
+
+def gpt2() -> nn.Module:
+    """Its head is its embedding."""
+    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+    small = {"vocab_size": WORDS, "n_positions": SEQUENCE, "n_embd": 16, "n_layer": 4, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**small, **drop))
+
+
+MODELS = {"gpt": gpt, "gpt2": gpt2}
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(5)
+    model = MODELS[kind]().train()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.weight.mul_(8)  # of 0.02, which a norm would blow up, and rounding with it
+    return model
+
+
+def adamw(parameters: Any) -> torch.optim.AdamW:
+    # eps: some gradients are pure noise, of which Adam would make full-sized steps.
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    starts = torch.randint(0, WORDS, (SAMPLES, 1), generator=generator)
+    data = (starts + 5 * torch.arange(SEQUENCE + 1)) % WORDS  # something to learn: losses fall
+    return data[:, :-1].contiguous(), data[:, 1:].contiguous()
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    logits = output if isinstance(output, Tensor) else output.logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+@cache
+def alone(kind: str) -> tuple[list[float], list[float]]:
+    """Losses and norms of plain torch on whole batches."""
+    model = made(kind)
+    optimizer = adamw(model.parameters())
+    losses, norms = [], []
+    for step in range(STEPS):
+        tokens, target = batch(step)
+        loss = loss_fn(model(tokens), target)
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+class Spread:
+    """A model over a mesh, put together as a user would."""
+
+    def __init__(self, kind: str, sizes: Sizes, stage: Any, *, first: str = "tensor", **wishes: bool) -> None:
+        torch.set_num_threads(1)
+        self.mesh = zf.mesh(device="cpu", **sizes)
+        self.model, self.pipe = made(kind), None
+        if first == "tensor":
+            zf.tensor_parallel(self.model, self.mesh, **wishes)
+        if self.mesh.pipeline > 1:
+            self.pipe = zf.pipeline(self.model, self.mesh, microbatches=4, loss_fn=loss_fn)
+        if first == "pipeline":
+            zf.tensor_parallel(self.model, self.mesh, **wishes)
+        placed: Any = self.pipe or self.model
+        _, self.optimizer = zf.prepare(placed, adamw(placed.parameters()), mesh=self.mesh, stage=stage, clip=CLIP)
+
+    def losses(self, start: int, stop: int) -> tuple[list[float], list[float]]:
+        """And norms, of these steps."""
+        losses, norms = [], []
+        for step in range(start, stop):
+            tokens, target = (t.chunk(self.mesh.data)[self.mesh.coordinate["data"]] for t in batch(step))
+            if self.pipe is not None:
+                loss = self.pipe.step(tokens, target=target)
+            else:
+                loss = loss_fn(self.model(tokens), target)
+                loss.backward()
+            self.optimizer.step()
+            norms.append(zf.last_step(self.model).norm)
+            self.optimizer.zero_grad()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / dist.get_world_size())
+        return losses, norms
+
+
+def trained(kind: str, sizes: Sizes, stage: Any, **how: Any) -> tuple[list[float], list[float]]:
+    spread = Spread(kind, sizes, stage, **how)
+    found = spread.losses(0, STEPS)
+    zf.close(spread.model)
+    return found
+
+
+def assert_as_one_process(found: list[tuple[list[float], list[float]]], kind: str, start: int = 0) -> None:
+    losses, norms = alone(kind)
+    assert min(norms) > CLIP
+    for got, got_norms in found:
+        assert got == pytest.approx(losses[start:], abs=1e-5)
+        assert got_norms == pytest.approx(norms[start:], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [3, 0, 1, 2])
+def test_the_cube_trains_as_one_process_does(ranks: Any, stage: int) -> None:
+    assert_as_one_process(ranks(8, trained, "gpt", CUBE, stage), "gpt")
