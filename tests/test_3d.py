@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor, nn
 
 import zerofold as zf
-from zerofold.train.gpt import GPT, Block, GPTConfig
+from ranks import raised
+from zerofold.train.gpt import GPT, GPTConfig
 
 STEPS, SAMPLES, SEQUENCE, WORDS = 10, 8, 8, 32
 CLIP = 0.5  # below every norm here: it binds in every step
@@ -131,3 +132,42 @@ def assert_as_one_process(found: list[tuple[list[float], list[float]]], kind: st
 @pytest.mark.parametrize("stage", [3, 0, 1, 2])
 def test_the_cube_trains_as_one_process_does(ranks: Any, stage: int) -> None:
     assert_as_one_process(ranks(8, trained, "gpt", CUBE, stage), "gpt")
+
+
+@pytest.mark.parametrize("stage", [3, 0, 1, 2])
+@pytest.mark.parametrize("axes", [("data", "tensor"), ("data", "pipeline"), ("tensor", "pipeline")], ids="-".join)
+def test_each_pair_of_axes_trains_as_one_process_does(ranks: Any, axes: tuple[str, str], stage: int) -> None:
+    assert_as_one_process(ranks(4, trained, "gpt", dict.fromkeys(axes, 2), stage), "gpt")
+
+
+@pytest.mark.parametrize(
+    "wishes", [{"sequence_parallel": True}, {"loss_parallel": True}], ids=lambda wish: next(iter(wish))
+)
+@pytest.mark.parametrize("kind", ["gpt", "gpt2"])
+def test_parts_of_the_sequence_and_of_the_words(ranks: Any, kind: str, wishes: dict[str, bool]) -> None:
+    """Between stages goes a part of the sequence."""
+    assert_as_one_process(ranks(4, trained, kind, {"tensor": 2, "pipeline": 2}, 3, **wishes), kind)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_head_tied_to_its_embedding(ranks: Any, stage: int) -> None:
+    """Both ends of the pipeline have it, each tensor rank some of its words."""
+    assert_as_one_process(ranks(8, trained, "gpt2", CUBE, stage), "gpt2")
+
+
+def test_without_a_word_layers_are_shared_as_well(ranks: Any) -> None:
+    assert_as_one_process(ranks(4, trained, "gpt2", {"tensor": 2, "pipeline": 2}, 1, first="nobody"), "gpt2")
+
+
+def without_stages() -> None:
+    mesh = zf.mesh(pipeline=2, tensor=2, device="cpu")
+    zf.prepare(zf.tensor_parallel(made("gpt"), mesh), mesh=mesh)
+
+
+def test_another_order_is_refused(ranks: Any) -> None:
+    both = {"tensor": 2, "pipeline": 2}
+    for message in ranks(4, raised, Spread, "gpt", both, 3, first="pipeline", sequence_parallel=True):
+        assert message.startswith("ValueError: this model is spread over a tensor axis already")
+        assert "call zf.tensor_parallel before them" in message
+    for message in ranks(4, raised, without_stages):
+        assert message.startswith("ValueError: mesh: pipeline=2, and this GPT has not been cut into stages")

@@ -10,22 +10,12 @@ import torch
 
 import zerofold as zf
 from zerofold.samples import Shares
-from zerofold.train import spread
 from zerofold.train.gpt import GPTConfig
 from zerofold.train.loop import Training, train
 from zerofold.train.options import TrainOptions
 from zerofold.train.spread import Degrees, filled
 
 TINY = GPTConfig(layers=2, hidden=32, heads=2, seq=32)
-needs_both = pytest.mark.skipif(
-    not (hasattr(zf, "pipeline") and hasattr(zf, "tensor_parallel")), reason="tensor or pipeline parallelism is missing"
-)
-
-
-@pytest.fixture
-def both(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options are checked the same, whatever of the two is there."""
-    monkeypatch.setattr(spread, "_of_library", lambda option: None)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +28,13 @@ def both(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"keep": "attic", "checkpoint_every": 1}, "--keep attic is not known: use device, host, nvme, auto"),
     ],
 )
-def test_degrees_that_cannot_be_are_refused(both: None, given: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_degrees_that_cannot_be_are_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         TrainOptions(out=tmp_path / "run", gpt=TINY, **given)
     assert said in str(caught.value)
 
 
-def test_processes_are_the_product_of_the_axes(both: None, tmp_path: Path) -> None:
+def test_processes_are_the_product_of_the_axes(tmp_path: Path) -> None:
     assert Degrees(tensor=2, pipeline=2, data=2).ranks(2) == 8
     assert Degrees(tensor=2, pipeline=2).ranks(2) == 4
     assert Degrees().ranks(2) == 2
@@ -79,7 +69,6 @@ def losses(folder: str, **degrees: int) -> tuple[float, float | None, list[list[
     return result.loss, result.validation_loss, indices
 
 
-@needs_both
 @pytest.mark.parametrize(
     "degrees",
     [

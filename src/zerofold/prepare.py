@@ -32,7 +32,7 @@ from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
 from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
-from zerofold.parallel.pipeline import Pipeline
+from zerofold.parallel.pipeline import Pipeline, is_cut_into_stages
 from zerofold.parallel.tensor import rebase, spread_over_tensor_ranks
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
@@ -306,6 +306,11 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
 def _spread(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
     """Over the tensor axis, unless that was done before. What stands for DTensors now, by their ids."""
     _check_ready(model)
+    if mesh.pipeline > 1 and not is_cut_into_stages(model):
+        raise ValueError(
+            f"mesh: pipeline={mesh.pipeline}, and this {type(model).__name__} has not been cut into stages: give what "
+            "zf.pipeline(model, mesh, ...) returns"
+        )
     return {} if Engine.is_on(model) else spread_over_tensor_ranks(model, mesh)
 
 

@@ -149,7 +149,7 @@ def _pass(
     length: int | None,
 ) -> tuple[_Seen, Exception | None]:
     seen = _Seen(len(blocks), length)
-    recorders = {block: _Recorder(name, block, seen) for name, block in blocks.items()}
+    recorders: dict[nn.Module, nn.Module] = {block: _Recorder(name, block, seen) for name, block in blocks.items()}
     try:
         with _without_hooks(model), _without(model, recorders), _noting(seen, holders):
             functional_call(model, _without_memory(model), args, kwargs)

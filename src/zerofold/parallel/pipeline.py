@@ -28,9 +28,11 @@ from zerofold.parallel.schedules import check_counts, owners_of_stages, schedule
 from zerofold.parallel.split import Cost, Split, cut_in_place, plan_stages
 from zerofold.parallel.stage import LossFn, MicroBatch, Runner, StageModule, Stream, run_forwards
 from zerofold.parallel.stand_ins import Reached
-from zerofold.parallel.tensor import sequence_ranks, spread_over_tensor_ranks
+from zerofold.parallel.tensor import sequence_ranks, spread_over_tensor_ranks, was_spread
 from zerofold.parallel.ties import Ties
+from zerofold.part import part_of
 
+_ON_MODEL = "_zerofold_pipeline"
 _KEPT_RUNNERS = 4  # shapes of micro-batches for which torch's buffers are kept
 _OWN_LOSS = ("labels", "targets", "target")
 
@@ -130,7 +132,7 @@ class Pipeline:
         self._streams: dict[Any, Stream] = {}
         self._ties = Ties(split, mesh.coordinate[PIPELINE], self._group)
         split.course.sequence_ranks = sequence_ranks(model)
-        vars(model)["_zerofold_pipeline"] = self  # for the ledger
+        vars(model)[_ON_MODEL] = self  # for the ledger
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of this rank's stages."""
@@ -307,6 +309,13 @@ def _held(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.let_go()
+
+
+def is_cut_into_stages(model: nn.Module) -> bool:
+    """By `pipeline`, or by hand, which `Part`s of parameters tell."""
+    if any(_ON_MODEL in vars(module) for module in model.modules()):
+        return True
+    return any(part_of(parameter) is not None for parameter in model.parameters()) and not was_spread(model)
 
 
 def _own_loss_names(model: nn.Module) -> list[str]:

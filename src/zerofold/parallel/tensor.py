@@ -42,8 +42,8 @@ def tensor_parallel(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
 ) -> Model:
-    """Leaves each rank of the mesh's tensor axis its part of every layer, in place; `zf.prepare(mesh=…)` does it by
-    itself, with the plan for known layers, if it has not been done.
+    """Leaves each rank of the mesh's tensor axis its part of every layer, in place. `zf.pipeline` and
+    `zf.prepare(mesh=…)` do it by themselves, with the plan for known layers, if it has not been done.
 
     plan               {module name: torch ParallelStyle}, as torch's parallelize_module takes it. By default layers
                        like those of GPT, GPT-2, Llama, T5 and Mixtral are known, and linear layers in a Sequential;
@@ -84,9 +84,12 @@ def tensor_parallel(
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether `tensor_parallel` or `take_in` was here, or somebody who has cut parameters by hand."""
     parts = (part_of(parameter) for parameter in model.parameters())
-    return any(hasattr(module, _ATTRIBUTE) for module in model.modules()) or any(
-        part is not None and part.dim is not None for part in parts
-    )
+    return was_spread(model) or any(part is not None and part.dim is not None for part in parts)
+
+
+def was_spread(model: nn.Module) -> bool:
+    """Whether `tensor_parallel` or `take_in` was here."""
+    return any(_ATTRIBUTE in vars(module) for module in model.modules())
 
 
 def take_in(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
@@ -158,7 +161,10 @@ def _check(model: nn.Module, plan: Mapping[str, ParallelStyle] | None, wish: Wis
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if is_tensor_parallel(model):
-        raise ValueError("this model is spread over a tensor axis already: build it again to spread it another way")
+        raise ValueError(
+            "this model is spread over a tensor axis already (zf.pipeline and zf.prepare do it where nobody has): call "
+            "zf.tensor_parallel before them, and once"
+        )
     if has_dtensors(model):
         raise ValueError(
             "this model has DTensor parameters already: give it to zf.prepare(mesh=...) as it is, or build it without"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +40,6 @@ class Degrees:
             raise ValueError(f"--tensor {self.tensor} does not divide the {heads} heads: use --heads or another degree")
         if layers < self.pipeline:
             raise ValueError(f"--pipeline {self.pipeline} needs as many blocks, and there are {layers}: add --layers")
-        for option, degree in (("tensor", self.tensor), ("pipeline", self.pipeline)):
-            if degree > 1:
-                _of_library(option)
 
     def ranks(self, usual: int) -> int:
         """How many processes to start, where nobody says; `usual` without these axes."""
@@ -67,33 +63,22 @@ class Degrees:
         return zf.mesh(data=data, tensor=self.tensor, pipeline=self.pipeline, device=device.type)
 
 
-def cut(model: nn.Module, mesh: zf.Mesh | None, micro_batches: int) -> Any:
-    """This rank's stage of the model, where there are several; else None. `zf.prepare` shares layers itself."""
-    if mesh is None or mesh.pipeline == 1:
+def cut(model: nn.Module, mesh: zf.Mesh | None, micro_batches: int) -> zf.Pipeline | None:
+    """This rank's part of every layer, and its stage of the model where there are several."""
+    if mesh is None:
         return None
-    return _of_library("pipeline")(model, mesh, microbatches=micro_batches)
+    zf.tensor_parallel(model, mesh)
+    return zf.pipeline(model, mesh, microbatches=micro_batches) if mesh.pipeline > 1 else None
 
 
-_CALLS = {"tensor": "tensor_parallel", "pipeline": "pipeline"}
-
-
-def _of_library(option: str) -> Any:
-    found = getattr(zf, _CALLS[option], None)
-    if found is None:
-        raise ValueError(f"--{option} is not there yet: this zerofold has no zf.{_CALLS[option]}; use --{option} 1")
-    return found
-
-
-def step_of_pipeline(pipe: Any, text: ByteText, indices: list[list[int]], device: torch.device) -> Tensor:
+def step_of_pipeline(pipe: zf.Pipeline, text: ByteText, indices: list[list[int]], device: torch.device) -> Tensor:
     """Forward and backward of all micro-batches; their mean loss, on every rank."""
     batch = text.window_batch([index for some in indices for index in some])
-    loss: Tensor = pipe.step(batch.tokens.to(device), targets=batch.targets.to(device))
-    return loss.float()
+    return pipe.step(batch.tokens.to(device), targets=batch.targets.to(device)).float()
 
 
-def loss_of_pipeline(pipe: Any, batch: Batch, device: torch.device) -> Tensor:
-    loss: Tensor = pipe.evaluate(batch.tokens.to(device), targets=batch.targets.to(device))
-    return loss.float()
+def loss_of_pipeline(pipe: zf.Pipeline, batch: Batch, device: torch.device) -> Tensor:
+    return pipe.evaluate(batch.tokens.to(device), targets=batch.targets.to(device)).float()
 
 
 def filled(shares: Shares, pipeline: int, *, is_given: bool) -> Shares:
