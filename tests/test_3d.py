@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -161,7 +162,7 @@ def test_without_a_word_layers_are_shared_as_well(ranks: Any) -> None:
 
 def without_stages() -> None:
     mesh = zf.mesh(pipeline=2, tensor=2, device="cpu")
-    zf.prepare(zf.tensor_parallel(made("gpt"), mesh), mesh=mesh)
+    zf.shard(zf.tensor_parallel(made("gpt"), mesh), stage=3, mesh=mesh)
 
 
 def test_another_order_is_refused(ranks: Any) -> None:
@@ -171,3 +172,47 @@ def test_another_order_is_refused(ranks: Any) -> None:
         assert "call zf.tensor_parallel before them" in message
     for message in ranks(4, raised, without_stages):
         assert message.startswith("ValueError: mesh: pipeline=2, and this GPT has not been cut into stages")
+
+
+BEFORE = 5  # steps that are saved
+
+
+def save(kind: str, sizes: Sizes, stage: int, folder: str) -> None:
+    spread = Spread(kind, sizes, stage)
+    spread.losses(0, BEFORE)
+    zf.save(spread.model, spread.optimizer, folder).wait()
+    zf.close(spread.model)
+
+
+def gone_on(kind: str, sizes: Sizes, stage: int, folder: str) -> tuple[list[float], list[float]]:
+    spread = Spread(kind, sizes, stage)
+    zf.load(spread.model, spread.optimizer, folder)
+    found = spread.losses(BEFORE, STEPS)
+    zf.close(spread.model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A folder with a checkpoint of 2 x 2 x 2 ranks."""
+
+    @cache
+    def of(kind: str) -> str:
+        folder = str(tmp_path_factory.mktemp(kind))
+        ranks(8, save, kind, CUBE, 3, folder)
+        return folder
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [(1, {}), (8, {"data": 8}), (8, {"tensor": 2, "pipeline": 4})],
+    ids=["one", "data8", "tensor2-pipeline4"],
+)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_checkpoint_of_the_cube_goes_on_in_any_mesh(
+    ranks: Any, saved: Callable[[str], str], kind: str, world: int, sizes: Sizes
+) -> None:
+    stage = 1 if "tensor" in sizes else 3
+    assert_as_one_process(ranks(world, gone_on, kind, sizes, stage, saved(kind)), kind, BEFORE)

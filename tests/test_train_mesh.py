@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -92,3 +97,51 @@ def test_losses_are_those_of_one_process(ranks: Any, tmp_path: Path, degrees: di
     metrics = list(tmp_path.glob("*-run/metrics.jsonl"))
     assert len(metrics) == 2
     assert all(len(file.read_text().splitlines()) == 1 for file in metrics)  # one rank writes
+
+
+SMALL = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32", "--global-batch", "8", "--device", "cpu"]
+STEPS = 40
+
+
+def uninterrupted(folder: str) -> float:
+    options = TrainOptions(out=Path(folder, "whole"), gpt=TINY, global_batch=8, steps=STEPS, save_every=0, plain=True)
+    return train(options, 0, 1, torch.device("cpu")).loss
+
+
+def command(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = [sys.executable, "-m", "zerofold", "train", "--plain", *arguments]
+    return subprocess.Popen(started, cwd=folder, text=True, start_new_session=True, **pipes)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_killed_rank_ends_the_run_and_another_mesh_goes_on(ranks: Any, tmp_path: Path, data: int) -> None:
+    """With what one process without a break comes to."""
+    mesh = ["--tensor", "2", "--pipeline", "2", "--data", str(data)]
+    process = command(tmp_path, *SMALL, *mesh, "--steps", str(STEPS), "--out", "run", "--save-every", "5")
+    checkpoints, deadline = tmp_path / "run" / "checkpoints", time.monotonic() + 120
+    while not (checkpoints / "latest").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = [each for each in psutil.Process(process.pid).children() if "spawn_main" in " ".join(each.cmdline())]
+    assert len(workers) == 4 * data
+    killed_at = time.monotonic()
+    workers[2].kill()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - killed_at < 15
+    assert process.returncode == 1
+    assert "rank 2: the process was killed (SIGKILL)" in errors
+    assert "Traceback" not in errors
+    saved = sorted(checkpoints.glob("step-*"))[-1].name
+    assert int(saved.removeprefix("step-")) < STEPS
+
+    other = ["--tensor", "1", "--pipeline", "2", "--nproc", "2"]
+    process = command(tmp_path, "--resume", "run", *other)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert f"going on after step {int(saved.removeprefix('step-'))}" in output
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == STEPS
+    (expected,) = ranks(1, uninterrupted, str(tmp_path))
+    assert last["loss"] == pytest.approx(expected, abs=1e-5)
