@@ -83,18 +83,30 @@ def alone(kind: str) -> tuple[list[float], list[float]]:
 class Spread:
     """A model over a mesh, put together as a user would."""
 
-    def __init__(self, kind: str, sizes: Sizes, stage: Any, *, first: str = "tensor", **wishes: bool) -> None:
+    def __init__(
+        self,
+        kind: str,
+        sizes: Sizes,
+        stage: Any,
+        *,
+        first: str = "tensor",
+        schedule: str = "1f1b",
+        keep: str | None = None,
+        **wishes: bool,
+    ) -> None:
         torch.set_num_threads(1)
         self.mesh = zf.mesh(device="cpu", **sizes)
         self.model, self.pipe = made(kind), None
         if first == "tensor":
             zf.tensor_parallel(self.model, self.mesh, **wishes)
         if self.mesh.pipeline > 1:
-            self.pipe = zf.pipeline(self.model, self.mesh, microbatches=4, loss_fn=loss_fn)
+            self.pipe = zf.pipeline(self.model, self.mesh, microbatches=4, loss_fn=loss_fn, schedule=schedule)
         if first == "pipeline":
             zf.tensor_parallel(self.model, self.mesh, **wishes)
         placed: Any = self.pipe or self.model
         _, self.optimizer = zf.prepare(placed, adamw(placed.parameters()), mesh=self.mesh, stage=stage, clip=CLIP)
+        if keep is not None:
+            zf.checkpoint_blocks(self.model, keep=keep, partition=self.mesh)
 
     def losses(self, start: int, stop: int) -> tuple[list[float], list[float]]:
         """And norms, of these steps."""
@@ -158,6 +170,19 @@ def test_a_head_tied_to_its_embedding(ranks: Any, stage: int) -> None:
 
 def test_without_a_word_layers_are_shared_as_well(ranks: Any) -> None:
     assert_as_one_process(ranks(4, trained, "gpt2", {"tensor": 2, "pipeline": 2}, 1, first="nobody"), "gpt2")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble", "zbv"])
+def test_every_schedule(ranks: Any, schedule: str) -> None:
+    assert_as_one_process(ranks(4, trained, "gpt2", {"tensor": 2, "pipeline": 2}, 3, schedule=schedule), "gpt2")
+
+
+@pytest.mark.parametrize("keep", ["device", "host"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+def test_checkpointed_blocks_of_which_each_tensor_rank_keeps_a_part(ranks: Any, schedule: str, keep: str) -> None:
+    """Several micro-batches wait for their backward at a time."""
+    how = {"schedule": schedule, "keep": keep}
+    assert_as_one_process(ranks(4, trained, "gpt", {"tensor": 2, "pipeline": 2}, 3, **how), "gpt")
 
 
 def without_stages() -> None:

@@ -15,6 +15,7 @@ ROOMS = [
     "observe.hints",
     "part",
     "parallel.mesh",
+    "parallel.marks",
     "placement",
     "loss_scale",
     "samples",

@@ -22,6 +22,7 @@ from zerofold.activation.checkpointing import Policy, checkpoint
 from zerofold.activation.partition import Partition
 from zerofold.activation.store import CheckpointStore
 from zerofold.engine import Engine
+from zerofold.parallel.marks import sequence_ranks
 from zerofold.parallel.mesh import Mesh
 from zerofold.units import UnitChoice, find_units
 
@@ -87,6 +88,13 @@ def checkpoint_blocks(
         raise ValueError(f'budget={budget} is for keep="auto", not for keep={keep!r}: leave it out')
     if partition is not None and not isinstance(partition, Mesh):
         raise ValueError(f"partition={partition!r}: give what zf.mesh(tensor=…) returned")
+    if partition is not None and sequence_ranks(model) > 1:
+        warnings.warn(
+            f"partition=: each of {sequence_ranks(model)} tensor ranks has a part of the sequence between the blocks "
+            "(sequence_parallel=True), so there is nothing left to cut, and inputs are kept as they are",
+            stacklevel=2,
+        )
+        partition = None
     is_cut = partition is not None and partition.tensor > 1
     is_stored = keep != AUTO and (keep != "device" or contiguous or is_cut)
     store = CheckpointStore(keep, path=path, partition=partition) if is_stored else None

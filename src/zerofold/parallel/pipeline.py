@@ -23,12 +23,13 @@ from zerofold.comm import CommError
 from zerofold.engine import Engine
 from zerofold.nested import map_tensors, tensors_in
 from zerofold.parallel.anatomy import Example, read_anatomy
+from zerofold.parallel.marks import sequence_ranks, was_spread
 from zerofold.parallel.mesh import PIPELINE, Mesh
 from zerofold.parallel.schedules import check_counts, owners_of_stages, schedule_kind
 from zerofold.parallel.split import Cost, Split, cut_in_place, plan_stages
 from zerofold.parallel.stage import LossFn, MicroBatch, Runner, StageModule, Stream, run_forwards
 from zerofold.parallel.stand_ins import Reached
-from zerofold.parallel.tensor import sequence_ranks, spread_over_tensor_ranks, was_spread
+from zerofold.parallel.tensor import spread_over_tensor_ranks
 from zerofold.parallel.ties import Ties
 from zerofold.part import part_of
 

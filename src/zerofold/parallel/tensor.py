@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,19 +19,11 @@ from zerofold.groups import make_control
 from zerofold.parallel.alike import FirstForward, own_random_state, share_random_state
 from zerofold.parallel.known import Wish, plan_for
 from zerofold.parallel.local import View, Views, is_in_a_graph, keep, part_of_placement
+from zerofold.parallel.marks import TensorSpread, was_spread
 from zerofold.parallel.mesh import TENSOR, Mesh
 from zerofold.part import Part, part_of, set_part
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_ATTRIBUTE = "_zerofold_tensor_ranks"
-
-
-class _Spread(NamedTuple):
-    """What was done to a model, for those who come later."""
-
-    ranks: int
-    sequence_ranks: int = 1
 
 
 def tensor_parallel(
@@ -75,7 +67,7 @@ def tensor_parallel(
         agree(control, lambda: _apply(model, axis, chosen))
     finally:
         dist.destroy_process_group(control.group)
-    setattr(model, _ATTRIBUTE, _Spread(mesh.tensor, mesh.tensor if sequence_parallel else 1))
+    TensorSpread(mesh.tensor, mesh.tensor if sequence_parallel else 1).leave_on(model)
     share_random_state(axis)
     FirstForward(model, axis)
     return model
@@ -85,11 +77,6 @@ def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether `tensor_parallel` or `take_in` was here, or somebody who has cut parameters by hand."""
     parts = (part_of(parameter) for parameter in model.parameters())
     return was_spread(model) or any(part is not None and part.dim is not None for part in parts)
-
-
-def was_spread(model: nn.Module) -> bool:
-    """Whether `tensor_parallel` or `take_in` was here."""
-    return any(_ATTRIBUTE in vars(module) for module in model.modules())
 
 
 def take_in(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
@@ -116,7 +103,7 @@ def take_in(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
             module._parameters[name] = made[id(parameter)]
         _show(module, held, axis)
     _mark_whole(model, axis)
-    setattr(model, _ATTRIBUTE, _Spread(mesh.tensor))
+    TensorSpread(mesh.tensor).leave_on(model)
     FirstForward(model, axis)
     return made
 
@@ -129,12 +116,6 @@ def spread_over_tensor_ranks(model: nn.Module, mesh: Mesh) -> dict[int, nn.Param
         return take_in(model, mesh)
     tensor_parallel(model, mesh)
     return {}
-
-
-def sequence_ranks(model: nn.Module) -> int:
-    """Over how many ranks the sequence is cut between the model's blocks; 1 where it is whole."""
-    found = (vars(module).get(_ATTRIBUTE) for module in model.modules())
-    return max((spread.sequence_ranks for spread in found if isinstance(spread, _Spread)), default=1)
 
 
 def has_dtensors(model: nn.Module) -> bool:
