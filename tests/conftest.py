@@ -60,6 +60,14 @@ THOROUGH = [
     r"test_tensor_parallel.py::test_losses_are_those_of_one_process\[(?!train)\w+-[012]\]",
     r"test_tensor_parallel.py::test_losses_are_those_of_one_process\[(tests|qwen3)-3\]",
     r"test_tensor_parallel.py::test_parts_of_the_sequence_and_of_the_words\[(?!both-(train|llama|gpt2))",
+    r"test_3d.py::test_the_cube_trains_as_one_process_does\[[012]\]",
+    r"test_3d.py::test_each_pair_of_axes_trains_as_one_process_does\[.*-[012]\]",
+    r"test_3d.py::test_parts_of_the_sequence_and_of_the_words\[(gpt-loss|gpt2-sequence)",
+    r"test_3d.py::test_a_head_tied_to_its_embedding\[3\]",
+    r"test_3d.py::test_every_schedule\[(gpipe|interleaved|zbv)\]",
+    r"test_3d.py::test_checkpointed_blocks_of_which_each_tensor_rank_keeps_a_part\[(?!1f1b-host|zero_bubble-device)",
+    r"test_3d.py::test_a_checkpoint_of_the_cube_goes_on_in_any_mesh\[gpt2-(one|data8)\]",
+    r"test_train_mesh.py::test_a_killed_rank_ends_the_run_and_another_mesh_goes_on\[2\]",
 ]
 
 
