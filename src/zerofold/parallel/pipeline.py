@@ -30,6 +30,7 @@ from zerofold.parallel.schedules import check_counts, owners_of_stages, schedule
 from zerofold.parallel.split import Cost, Split, cut_in_place, plan_stages
 from zerofold.parallel.stage import LossFn, MicroBatch, Runner, StageModule, Stream, run_forwards
 from zerofold.parallel.stand_ins import Reached
+from zerofold.parallel.tensor import is_tensor_parallel
 from zerofold.parallel.ties import Ties
 
 _KEPT_RUNNERS = 4  # shapes of micro-batches for which torch's buffers are kept
@@ -85,6 +86,8 @@ def pipeline(
         raise TypeError(f"mesh must be a zf.mesh(...), not {type(mesh).__name__}")
     if Engine.is_on(model):
         raise ValueError("this model is already sharded: call zf.pipeline before zf.prepare or zf.shard")
+    if is_tensor_parallel(model):
+        raise ValueError("this model is spread over a tensor axis already: call zf.pipeline before zf.tensor_parallel")
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} must be a function (output, target) -> loss, or None")
     if loss_fn is None and not _own_loss_names(model):
@@ -281,12 +284,15 @@ class Pipeline:
         Engine.of(self.model).hooks.take_assigned_gradients()
 
     def _find_stream(self, batch: MicroBatch, device: torch.device) -> Stream:
-        """What the first block is given; the rank that has what runs before it finds out, and tells the others."""
+        """What the first block gives; the rank that has it finds out, and tells the others.
+
+        What it is given may be something else: with sequence_parallel it cuts the sequence.
+        """
         told: list[Any] = [None]
         if self.stages[0].rank == self.mesh.coordinate[PIPELINE]:
             course = self._split.course
-            course.first = course.stop = 0
-            self._split.seat_before()
+            course.first, course.stop = 0, 1
+            self._split.seat_beginning()
             cards = [device] if device.type != "cpu" else []
             try:
                 with torch.no_grad(), torch.random.fork_rng(cards, device_type=device.type if cards else "cuda"):
@@ -298,7 +304,7 @@ class Pipeline:
                 self._split.seat(None)
         dist.broadcast_object_list(told, src=self._ranks[self.stages[0].rank], group=self._group)
         if told[0] is None:
-            raise RuntimeError("the model's forward ended without calling its first block")
+            raise RuntimeError("the model's forward ended without calling its second block")
         shape, dtype = told[0]
         return Stream(torch.Size(shape), dtype)
 

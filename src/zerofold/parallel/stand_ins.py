@@ -86,11 +86,6 @@ class BlockStandIn(StandIn):
             return in_form(stream, course.length_of_output)
         received = course.received
         assert received is not None, "a stage after the first one has something to go on from"
-        if stream.shape != received.shape:
-            raise ValueError(
-                f"'{self.name}' was given a tensor of shape {tuple(stream.shape)} on this rank, but the stage before "
-                f"sends {tuple(received.shape)}: between its blocks the model makes something else of what they return"
-            )
         course.was_received = True
         return in_form(received, course.length_of_output)
 
