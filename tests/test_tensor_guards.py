@@ -105,7 +105,8 @@ def counts_after_a_plan() -> bool:
     set_part(weight, Part(weight.shape, None, 0, 8, counts=False))
     zf.tensor_parallel(model, tensor_mesh(), plan={"0": ColwiseParallel(), "2": RowwiseParallel()})
     part = part_of(weight)
-    assert part is not None and part.is_cut
+    assert part is not None
+    assert part.is_cut
     return part.counts
 
 
@@ -132,7 +133,9 @@ def gradient_of_embedding(options: dict[str, Any]) -> float:
     for each in (model, reference):
         each(tokens).square().sum().backward()
     expected, part = reference.embed.weight.grad, part_of(model.embed.weight)
-    assert expected is not None and model.embed.weight.grad is not None and part is not None
+    assert expected is not None
+    assert model.embed.weight.grad is not None
+    assert part is not None
     return (model.embed.weight.grad - part.of(expected)).abs().max().item()
 
 
