@@ -166,7 +166,7 @@ def loss_of_some_tokens() -> float:
     model, reference = zf.tensor_parallel(Words(), tensor_mesh(), loss_parallel=True), Words()
     tokens = torch.tensor([[1, 2, 3, 2], [7, 5, 0, 4]])
     mask = torch.tensor([[True, False, True], [True, True, False]])
-    losses = [F.cross_entropy(each(tokens)[:, :-1][mask], tokens[:, 1:][mask]) for each in (model, reference)]
+    losses = [F.cross_entropy(each(tokens).float()[:, :-1][mask], tokens[:, 1:][mask]) for each in (model, reference)]
     return abs(losses[0].item() - losses[1].item())
 
 

@@ -72,11 +72,11 @@ class CutLogits(Tensor):
                     "words: give them to F.cross_entropy alone, or leave loss_parallel out"
                 )
             result = func(*args, **kwargs)
-        if logits is not None and isinstance(result, Tensor) and func in (*_RESHAPED, *_SAME):
-            if not result.ndim or result.shape[-1] != logits.local.shape[-1]:
+            if logits is None or not isinstance(result, Tensor) or func not in (*_RESHAPED, *_SAME):
+                return result
+            if not result.ndim or result.shape[-1] != logits.shape[-1]:  # in here, shapes are those of a rank's words
                 raise _words_must_stay(logits, name)
-            return CutLogits.of(result, logits.group, logits.words)
-        return result
+        return CutLogits.of(result, logits.group, logits.words)
 
 
 _SHAPES = (Tensor.shape.__get__, Tensor.size)  # type: ignore[attr-defined]
