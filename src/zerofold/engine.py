@@ -28,6 +28,7 @@ from zerofold.materialise import Materialiser
 from zerofold.memory import BufferPool, StorageCache, Transfers
 from zerofold.offloading import Offloading
 from zerofold.parallel.mesh import Mesh
+from zerofold.part import group_of, set_part
 from zerofold.placement import Row
 from zerofold.precision import Precision
 from zerofold.reduce import Reducer
@@ -116,6 +117,7 @@ class Engine:
         self.traffic = groups.gather.traffic
         self.clock = self.traffic.clock
         self.cache, self.pool, self.step = StorageCache(), BufferPool(buffer_bytes), StepScope()
+        self.step.model = groups.model
         self.device, self.transfers = device, Transfers(device)
         self.offloading = offloading or Offloading.none(device)
         self.updates: Updates | None = None  # of offloaded states, once a step has needed them
@@ -378,6 +380,7 @@ class Engine:
         self.is_closed = True
         self.reducer.finish()
         failure = self._end_updates()
+        gather = gather or not any(slab.has_own_shard for slab in self.slabs())  # a rank alone has all of it
         if gather and failure is None:
             self.hold_all(masters=True)
         elif failure is None:
@@ -443,5 +446,7 @@ def _leave_shapes(slab: Slab) -> None:
     for entry in slab.entries:
         shown = entry.parameter
         left = nn.Parameter(torch.empty(shown.shape, dtype=shown.dtype, device="meta"), shown.requires_grad)
+        if entry.part is not None:
+            set_part(left, entry.part, group_of(shown))
         for module, attribute in entry.sites:
             module._parameters[attribute] = left

@@ -73,6 +73,8 @@ class WholeGradients:
     def take_local(self, index: int) -> Tensor | None:
         gradient, self.parameters[index].grad = self.parameters[index].grad, None
         self.arrived_since_reduce.discard(index)
+        if gradient is not None and self._is_reserved:  # the next one to arrive is written into the same memory
+            return gradient.clone()
         return gradient
 
     def put_local(self, index: int, gradient: Tensor) -> None:

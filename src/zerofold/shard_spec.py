@@ -26,6 +26,7 @@ class StepScope:
         self.is_under_way = False  # copies or updates of states that nobody has waited for
         self.finish: Callable[[], None] | None = None  # waits for all of them
         self.parked: tuple[str, ...] = ()  # the states whose memory is on the host for a while
+        self.model: Comm | None = None  # those who hold other parts of the model, for one verdict of all
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def look(self, local: Tensor) -> None:

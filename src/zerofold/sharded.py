@@ -413,12 +413,21 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             tensor.was_zeroed |= rule.zeroes
             tensor.known_norm = None
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-        first._spec.comm.all_reduce(args[1], unit="found_inf", op=dist.ReduceOp.MAX).wait()  # one verdict for all ranks
+        _tell_all(args[1], first._spec)
     if changed:
         return changed[0] if rule.returns_written else None
     if rule.kind is _Kind.LISTS:
         return [_like(piece, like) for piece, like in zip(result, args[0], strict=True)]
     return _like(result, first) if rule.kind is _Kind.ELEMENTWISE else result
+
+
+def _tell_all(found_inf: Tensor, spec: ShardSpec) -> None:
+    """One verdict for all ranks, those with other parts of the model too: each then changes its loss scale by it."""
+    spec.comm.all_reduce(found_inf, unit="found_inf", op=dist.ReduceOp.MAX).wait()
+    if spec.step.model is not None:
+        told = found_inf.cpu()
+        spec.step.model.all_reduce(told, unit="found_inf", op=dist.ReduceOp.MAX).wait()
+        found_inf.copy_(told)
 
 
 def _norm_over_ranks(tensor: ShardedTensor, order: float = 2.0) -> Tensor:

@@ -99,9 +99,11 @@ def _check_groups(optimizer: torch.optim.Optimizer, groups: list[Any], faces: di
 
 def _check_kind(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """Whether the optimizer gives the same update on what a rank has as on the whole model."""
+    name = type(optimizer).__name__
+    if engine.groups.model is not None:
+        _check_kind_over_the_model(engine, optimizer)
     if not engine.row.optimizer.is_cut:
         return
-    name = type(optimizer).__name__
     if engine.row.has_owners:
         reason = why_not_by_parameter(optimizer)
         if reason is not None:
@@ -115,6 +117,26 @@ def _check_kind(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f"{name} does not work element by element ({reason}), so it cannot train on even pieces: it needs the "
             "whole-parameter cut (cut='whole'), or stage 0, where nothing is cut"
+        )
+
+
+def _check_kind_over_the_model(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Whatever ZeRO leaves whole, a rank has a part of the layers, or the layers of its stage."""
+    name, faces = type(optimizer).__name__, engine.faces()
+    cut = {entry.name for slab in engine.slabs() for entry in slab.entries if entry.part and entry.part.is_cut}
+    held = (faces[id(p)][0] for group in optimizer.param_groups for p in group["params"] if id(p) in faces)
+    first = next((each for each in held if each in cut), None)
+    reason = None if first is None else why_not_elementwise(optimizer)
+    if reason is not None:
+        raise ValueError(
+            f"{name} does not work element by element ({reason}), and the tensor axis leaves a part of '{first}' here: "
+            "use an optimizer like AdamW, or a mesh with tensor=1"
+        )
+    reason = why_not_by_parameter(optimizer)
+    if reason is not None:
+        raise ValueError(
+            f"{name} does not work parameter by parameter ({reason}), and other ranks hold other parameters of the "
+            "model: use an optimizer like AdamW, or a mesh with tensor=1 and pipeline=1"
         )
 
 

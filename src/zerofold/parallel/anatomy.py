@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from zerofold.nested import map_tensors
-from zerofold.parallel.stand_ins import stream_of
+from zerofold.nested import map_tensors, tensors_in
+from zerofold.parallel.stand_ins import in_form, show_plain_attributes, stream_of
 from zerofold.units import find_units
 
 Example = Mapping[str, Any] | tuple[Any, ...]
@@ -62,6 +62,12 @@ def read_anatomy(model: nn.Module, example: Example | None) -> Anatomy:
             f"pipeline: '{between[0]}' has parameters and is called between the blocks, so no stage can have it alone: "
             "make it a part of the blocks"
         )
+    both = [name for name in holders if name in seen.before & seen.after]
+    if both:
+        raise ValueError(
+            f"pipeline: '{both[0]}' has parameters and is called before the blocks and after them, which are on two "
+            "stages: make two modules of it"
+        )
     before = {name: module for name, module in holders.items() if name in seen.before}
     after = {name: module for name, module in holders.items() if name not in before}
     return Anatomy(blocks, before, after, seen.length_of_output)
@@ -99,6 +105,11 @@ class _Seen:
         """Every block was given the stream: a model that takes their output apart changes a tensor's shape by that."""
         return not self.blocks_left and len(self.shapes) == 1
 
+    def pass_on(self, name: str, stream: Tensor, others: list[Tensor]) -> Tensor:
+        self.blocks_left -= 1
+        self.shapes.add(stream.shape)
+        return stream
+
     def note(self, name: str, module: nn.Module, args: Any) -> None:
         if self.blocks_left == self.blocks:
             self.before.add(name)
@@ -106,28 +117,29 @@ class _Seen:
             (self.between if self.blocks_left else self.after).add(name)
 
 
-class _Recorder(nn.Module):
+PassOn = Callable[[str, Tensor, list[Tensor]], Tensor]
+"""(name of a block, the stream it is given, other tensors it is given) -> what it gives in its place."""
+
+
+class Recorder(nn.Module):
     """In the place of a block."""
 
-    def __init__(self, name: str, block: nn.Module, seen: _Seen) -> None:
+    def __init__(self, name: str, block: nn.Module, pass_on: PassOn, length_of_output: int | None) -> None:
         super().__init__()
-        self.name, self.seen = name, seen
-        for attribute, value in vars(block).items():
-            if isinstance(value, (str, int, float, bool)) and not hasattr(self, attribute):
-                setattr(self, attribute, value)
+        self.name, self.pass_on, self.length_of_output = name, pass_on, length_of_output
+        show_plain_attributes(block, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        stream, length = stream_of(self.name, args, kwargs), self.seen.length_of_output
-        self.seen.blocks_left -= 1
-        self.seen.shapes.add(stream.shape)
-        return stream if length is None else (stream, *[None] * (length - 1))
+        stream = stream_of(self.name, args, kwargs)
+        others = [tensor for tensor in tensors_in((args, kwargs)) if tensor is not stream]
+        return in_form(self.pass_on(self.name, stream, others), self.length_of_output)
 
 
 def _run(
     model: nn.Module, blocks: dict[str, nn.Module], holders: dict[str, nn.Module], example: Example | None
 ) -> _Seen:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        args, kwargs = _arguments(model, example)
+        args, kwargs = fake_arguments(model, example)
         tries = [_pass(model, blocks, holders, args, kwargs, length) for length in _LENGTHS]
     seen, error = next((tried for tried in tries if tried[0].is_plausible), tries[0])
     unseen = [name for name in holders if name not in seen.before | seen.between | seen.after]
@@ -149,10 +161,8 @@ def _pass(
     length: int | None,
 ) -> tuple[_Seen, Exception | None]:
     seen = _Seen(len(blocks), length)
-    recorders: dict[nn.Module, nn.Module] = {block: _Recorder(name, block, seen) for name, block in blocks.items()}
     try:
-        with _without_hooks(model), _without(model, recorders), _noting(seen, holders):
-            functional_call(model, _without_memory(model), args, kwargs)
+        run_without_blocks(model, blocks, seen.pass_on, length, args, kwargs, watching=_noting(seen, holders))
         return seen, None
     except Exception as error:
         return seen, error
@@ -166,6 +176,24 @@ def _noting(seen: _Seen, holders: dict[str, nn.Module]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def run_without_blocks(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    pass_on: PassOn,
+    length: int | None,
+    args: Any,
+    kwargs: Any,
+    *,
+    watching: AbstractContextManager[None],
+) -> Any:
+    """What the model returns, on tensors without memory and without its hooks; `watching` may put on others."""
+    others: dict[nn.Module, nn.Module] = {
+        block: Recorder(name, block, pass_on, length) for name, block in blocks.items()
+    }
+    with _without_hooks(model), _without(model, others), watching:
+        return functional_call(model, _without_memory(model), args, kwargs)
 
 
 @contextmanager
@@ -219,7 +247,7 @@ def places_of(model: nn.Module, wanted: set[nn.Module]) -> dict[nn.Module, list[
     return found
 
 
-def _arguments(model: nn.Module, example: Example | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def fake_arguments(model: nn.Module, example: Example | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if example is not None:
         args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
         return map_tensors(_fake, args), map_tensors(_fake, kwargs)

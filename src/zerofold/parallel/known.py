@@ -264,8 +264,9 @@ def _vocabulary(model: nn.Module, wish: Wish) -> Plan:
     plan: Plan = {}
     for name, head in _heads(model):
         words = head.out_features
-        same = {path: VocabularyRows() for path, m in embeddings.items() if m.num_embeddings == words}
-        if not same:
+        alike = {path: m for path, m in embeddings.items() if m.num_embeddings == words}
+        same = {path: VocabularyRows() for path in alike}
+        if not same or not all(map(_looks_up_alone, alike.values())):
             continue
         if wish.loss_parallel:
             check_divides(words, "words", name, wish.ranks)
@@ -279,6 +280,11 @@ def _vocabulary(model: nn.Module, wish: Wish) -> Plan:
             "embedding: leave it out, or give plan="
         )
     return plan
+
+
+def _looks_up_alone(embedding: nn.Embedding) -> bool:
+    """Others count or change the rows they look up, and a rank looks up row 0 for words that it does not have."""
+    return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

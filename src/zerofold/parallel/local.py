@@ -73,7 +73,7 @@ def cut(parameter: Tensor, mesh: DeviceMesh, dim: int, *, blocks: int = 1) -> Pa
     length = shape[dim] // (blocks * mesh.size())
     start = length * mesh.get_local_rank()
     counts = known is None or known.counts
-    part = Part(shape, dim, start, start + length, counts, blocks)
+    part = Part(shape, dim, start, start + length, counts, blocks, None if known is None else known.name)
     if known is None or known.dim is None:
         keep(parameter, part.of(parameter.detach()), part, mesh)
     elif known != part:

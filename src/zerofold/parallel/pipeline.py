@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from zerofold.comm import CommError
 from zerofold.engine import Engine
 from zerofold.nested import map_tensors, tensors_in
+from zerofold.parallel.alike import checksum
 from zerofold.parallel.anatomy import Example, read_anatomy
-from zerofold.parallel.marks import sequence_ranks, was_spread
+from zerofold.parallel.flow import check_flow
+from zerofold.parallel.marks import was_spread
 from zerofold.parallel.mesh import PIPELINE, Mesh
 from zerofold.parallel.schedules import check_counts, owners_of_stages, schedule_kind
 from zerofold.parallel.split import Cost, Split, cut_in_place, plan_stages
@@ -100,6 +102,7 @@ def pipeline(
     check_counts(schedule, mesh.pipeline, chunks, microbatches)
     spread_over_tensor_ranks(model, mesh)
     anatomy = read_anatomy(model, example)
+    check_flow(model, anatomy, example)
     stages = plan_stages(anatomy, owners_of_stages(kind, mesh.pipeline, chunks), split, cost)
     cut = cut_in_place(model, anatomy, stages, mesh.coordinate[PIPELINE])
     return Pipeline(model, mesh, cut, schedule, microbatches, loss_fn)
@@ -131,8 +134,8 @@ class Pipeline:
         self._modules = [StageModule(model, split, stage, loss_fn) for stage in split.own]
         self._runners: OrderedDict[Stream, Runner] = OrderedDict()
         self._streams: dict[Any, Stream] = {}
+        self._has_looked = False  # whether all ranks of the pipeline get the same batch
         self._ties = Ties(split, mesh.coordinate[PIPELINE], self._group)
-        split.course.sequence_ranks = sequence_ranks(model)
         vars(model)[_ON_MODEL] = self  # for the ledger
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -218,6 +221,7 @@ class Pipeline:
                     f"pipe.step: without loss_fn the model makes the loss itself: pass it {names[0]}= and no target="
                 )
         whole = (args, kwargs, target)
+        self._check_alike(whole)
         first = next((tensor for tensor in tensors_in(whole) if tensor.ndim), None)
         if first is None:
             raise ValueError("pipe.step: there is no tensor among its arguments, so there is no batch to cut")
@@ -233,6 +237,20 @@ class Pipeline:
             return lambda t: t[start : start + size // count] if t.ndim and t.shape[0] == size else t
 
         return [MicroBatch(*(map_tensors(part(number), each) for each in whole)) for number in range(count)]
+
+    def _check_alike(self, batch: Any) -> None:
+        """Once: a sampler over all ranks would give the first stage other samples than the last has targets of."""
+        if self._has_looked or len(self._ranks) == 1:
+            return
+        self._has_looked = True
+        told: list[Any] = [None] * len(self._ranks)
+        dist.all_gather_object(told, checksum(batch), group=self._group)
+        if len(set(told)) > 1:
+            ranks = ", ".join(map(str, self._ranks))
+            raise ValueError(
+                f"pipe.step: ranks {ranks} are stages of one pipeline and got different batches: give them the same, "
+                "chosen by mesh.coordinate['data']"
+            )
 
     # torch's schedules
 
@@ -259,18 +277,25 @@ class Pipeline:
                 stream,
                 self.microbatches,
                 engine.device,
-                engine.hooks.take_assigned_gradients,
+                self._take_assigned_gradients,
             )
         self._runners.move_to_end(stream)
         return self._runners[stream]
 
+    def _take_assigned_gradients(self) -> None:
+        """Of the engine that the model has now: after zf.close it may have been placed anew."""
+        Engine.of(self.model).hooks.take_assigned_gradients()
+
     def _find_stream(self, batch: MicroBatch, device: torch.device) -> Stream:
-        """What the first block is given; the rank that has what runs before it finds out, and tells the others."""
+        """What the first block gives; the rank that has it finds out, and tells the others.
+
+        What it is given may be something else: with sequence_parallel it cuts the sequence.
+        """
         told: list[Any] = [None]
         if self.stages[0].rank == self.mesh.coordinate[PIPELINE]:
             course = self._split.course
-            course.first = course.stop = 0
-            self._split.seat_before()
+            course.first, course.stop = 0, 1
+            self._split.seat_beginning()
             cards = [device] if device.type != "cpu" else []
             try:
                 with torch.no_grad(), torch.random.fork_rng(cards, device_type=device.type if cards else "cuda"):
@@ -278,18 +303,17 @@ class Pipeline:
             except Reached as reached:
                 told = [(tuple(reached.stream.shape), reached.stream.dtype)]
             finally:
+                course.stop = None
                 self._split.seat(None)
         dist.broadcast_object_list(told, src=self._ranks[self.stages[0].rank], group=self._group)
         if told[0] is None:
-            raise RuntimeError("the model's forward ended without calling its first block")
+            raise RuntimeError("the model's forward ended without calling its second block")
         shape, dtype = told[0]
-        if self._split.course.sequence_ranks > 1:  # the first block keeps a part, and that is what goes on
-            shape = (shape[0], shape[1] // self._split.course.sequence_ranks, *shape[2:])
         return Stream(torch.Size(shape), dtype)
 
     def _tell(self, loss: Tensor | None, engine: Engine) -> Tensor:
         """The last stage's loss, to all ranks of the pipeline."""
-        told = torch.zeros((), device=engine.device) if loss is None else loss.detach().clone()
+        told = torch.zeros((), dtype=torch.float32, device=engine.device) if loss is None else loss.detach().clone()
         if len(self._ranks) > 1:
             dist.broadcast(told, src=self._ranks[self.stages[-1].rank], group=self._group)
         return told

@@ -59,11 +59,11 @@ class Split:
         for seat in (*self.blocks, *self.before):
             seat.take(seat.own if index is None or seat.of_stage == index else seat.stand_in)
 
-    def seat_before(self) -> None:
-        """What runs before the blocks, and no block."""
-        for seat in self.blocks:
+    def seat_beginning(self) -> None:
+        """What runs before the blocks, and the first block, of the rank that has them."""
+        for seat in self.blocks[1:]:
             seat.take(seat.stand_in)
-        for seat in self.before:
+        for seat in (*self.before, self.blocks[0]):
             seat.take(seat.own)
 
 

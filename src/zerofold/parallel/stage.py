@@ -59,7 +59,7 @@ class StageModule(nn.Module):
         except Reached as reached:
             return self._checked(reached.stream)
         finally:
-            course.received = None
+            course.received = course.stop = None
             self.split.seat(None)
         if not self.is_last:
             raise RuntimeError(
@@ -107,7 +107,10 @@ class _TorchStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.module.number = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        try:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:  # torch's own, about shapes: what the model said is its cause
+            raise error.__cause__ or error from None
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         super().backward_weight_one_chunk(*args, **kwargs)
@@ -142,7 +145,7 @@ class Runner:
     ) -> _TorchStage:
         # Torch receives into what requires a gradient exactly where these do.
         example = torch.empty(self.stream.shape, dtype=self.stream.dtype, device="meta", requires_grad=True)
-        loss = torch.empty(1, device="meta", requires_grad=True)
+        loss = torch.empty(1, dtype=torch.float32, device="meta", requires_grad=True)
         stage = _TorchStage(
             module,
             module.stage.index,

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from zerofold.nested import tensors_in
+
 
 class Reached(Exception):
     """The forward has come to the first block of the next stage, with this stream."""
@@ -33,16 +35,11 @@ class Course:
     """What the stand-ins of one model need to know of the stage that runs now."""
 
     first: int = 0  # own blocks of that stage
-    stop: int = 0
+    stop: int | None = None  # None: no stage runs
     received: Tensor | None = None
     was_received: bool = False  # a block got it
     dtype: torch.dtype | None = None  # of the stream, once it is known
-    sequence_ranks: int = 1  # that each have a part of the sequence between blocks
     length_of_output: int | None = None  # of the tuple that a block returns, the stream in front; None for a tensor
-
-    def in_form(self, stream: Tensor) -> Any:
-        """As a block would return it."""
-        return stream if self.length_of_output is None else (stream, *[None] * (self.length_of_output - 1))
 
 
 class StandIn(nn.Module):
@@ -73,27 +70,34 @@ class BlockStandIn(StandIn):
     def __init__(self, name: str, original: nn.Module, index: int, course: Course) -> None:
         super().__init__(name, original, {})
         self.index, self.course = index, course
-        for attribute, value in vars(original).items():  # what a model asks its blocks for: layer_idx, attention_type
-            if isinstance(value, (str, int, float, bool)) and not hasattr(self, attribute):
-                setattr(self, attribute, value)
+        show_plain_attributes(original, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         course, stream = self.course, stream_of(self.name, args, kwargs)
+        if course.stop is None:
+            raise RuntimeError(
+                f"'{self.name}' is on another rank of the pipeline, so the model cannot be called by itself: use "
+                "pipe.step(...), or pipe.evaluate(...) without gradients"
+            )
         if self.index >= course.stop:
+            self._check_besides(stream, args, kwargs)
             raise Reached(stream)
         if self.index != course.first - 1:
-            return course.in_form(stream)
+            return in_form(stream, course.length_of_output)
         received = course.received
         assert received is not None, "a stage after the first one has something to go on from"
-        # Here nobody has cut the sequence: that is done in front of the first block.
-        expected = [size // course.sequence_ranks if dim == 1 else size for dim, size in enumerate(stream.shape)]
-        if expected != list(received.shape):
-            raise ValueError(
-                f"'{self.name}' was given a tensor of shape {tuple(stream.shape)} on this rank, but the stage before "
-                f"sends {tuple(received.shape)}: between its blocks the model makes something else of what they return"
-            )
         course.was_received = True
-        return course.in_form(received)
+        return in_form(received, course.length_of_output)
+
+    def _check_besides(self, stream: Tensor, args: Any, kwargs: Any) -> None:
+        """Where earlier blocks hand on more than the stream, as T5's do their position bias, nobody would send it."""
+        besides = (tensor for tensor in tensors_in((args, kwargs)) if tensor is not stream and tensor.requires_grad)
+        found = next(besides, None)
+        if found is not None:
+            raise ValueError(
+                f"'{self.name}' is given a tensor of shape {tuple(found.shape)} that blocks of an earlier stage have "
+                f"computed, beside the stream of {tuple(stream.shape)}: a pipeline sends the stream alone"
+            )
 
 
 class EmbeddingStandIn(StandIn):
@@ -141,6 +145,18 @@ class Seat:
             self.now = module
             for parent, name in self.parents:
                 parent._modules[name] = module
+
+
+def in_form(stream: Tensor, length_of_output: int | None) -> Any:
+    """As a block would return it: itself, or in front of a tuple of that length."""
+    return stream if length_of_output is None else (stream, *[None] * (length_of_output - 1))
+
+
+def show_plain_attributes(original: nn.Module, stand_in: nn.Module) -> None:
+    """What a model asks its blocks for: layer_idx, attention_type."""
+    for attribute, value in vars(original).items():
+        if isinstance(value, (str, int, float, bool)) and not hasattr(stand_in, attribute):
+            setattr(stand_in, attribute, value)
 
 
 def stream_of(name: str, args: Any, kwargs: Any) -> Tensor:

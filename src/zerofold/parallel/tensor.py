@@ -103,6 +103,7 @@ def take_in(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
             module._parameters[name] = made[id(parameter)]
         _show(module, held, axis)
     _mark_whole(model, axis)
+    _share_values(model, axis)  # torch has cut some layers, and left others to each rank's own seed
     TensorSpread(mesh.tensor).leave_on(model)
     FirstForward(model, axis)
     return made
@@ -174,10 +175,11 @@ def _chosen(model: nn.Module, plan: Mapping[str, ParallelStyle] | None, wish: Wi
 
 
 def _share_values(model: nn.Module, axis: DeviceMesh) -> None:
-    """Those of the first rank: afterwards each can take its part without asking."""
+    """Those of the first rank, of all that is not cut: afterwards each can take its part without asking."""
     first = dist.get_global_rank(axis.get_group(), 0)
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type != "meta":
+        part = part_of(tensor)
+        if tensor.device.type != "meta" and (part is None or not part.is_cut):
             values = tensor.detach().to(axis.device_type).contiguous()
             dist.broadcast(values, first, group=axis.get_group())
             tensor.data.copy_(values)
@@ -212,6 +214,8 @@ def _apply(model: nn.Module, axis: DeviceMesh, plan: Mapping[str, ParallelStyle]
 def _put_back(original: nn.Parameter, shown: DTensor, axis: DeviceMesh, name: str) -> None:
     """The parameter that was there, with this rank's values."""
     part, known = part_of_placement(shown.shape, shown.placements[0], axis), part_of(original)
+    if known is not None:  # another stage of a pipeline may count it
+        part = replace(part, counts=part.counts and known.counts, name=known.name)
     if known is None or known.dim is None:
         # A clone: torch's is a view of the whole. It may be on the mesh's device, and the others are where they were.
         keep(original, shown.to_local().detach().clone().to(original.device), part, axis)

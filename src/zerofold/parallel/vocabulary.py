@@ -62,6 +62,8 @@ class CutLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if logits is not None and func in _SHAPES:
                 return _shape_of(logits, args[1:])
+            if func is Tensor.__getitem__ and logits is not None:
+                _check_index(logits, args[1])
             if func in _RESHAPED and logits is not None:
                 args = (logits, *_translated(logits, args[1:]))
             elif func not in _KEPT and name not in ("__get__", "__set__"):
@@ -70,9 +72,11 @@ class CutLogits(Tensor):
                     "words: give them to F.cross_entropy alone, or leave loss_parallel out"
                 )
             result = func(*args, **kwargs)
-        if logits is not None and isinstance(result, Tensor) and func in (*_RESHAPED, *_SAME):
-            return CutLogits.of(result, logits.group, logits.words)
-        return result
+            if logits is None or not isinstance(result, Tensor) or func not in (*_RESHAPED, *_SAME):
+                return result
+            if not result.ndim or result.shape[-1] != logits.shape[-1]:  # in here, shapes are those of a rank's words
+                raise _words_must_stay(logits, name)
+        return CutLogits.of(result, logits.group, logits.words)
 
 
 _SHAPES = (Tensor.shape.__get__, Tensor.size)  # type: ignore[attr-defined]
@@ -101,11 +105,31 @@ def _translated(logits: CutLogits, sizes: Any) -> tuple[Any, ...]:
     """The sizes of a view, in which the last is that of the words."""
     (sizes,) = sizes if len(sizes) == 1 and isinstance(sizes[0], (tuple, list, torch.Size)) else (sizes,)
     if isinstance(sizes[0], torch.dtype) or sizes[-1] not in (-1, logits.words):
-        raise RuntimeError(
-            f"view{tuple(sizes)}: the last dimension of logits that are cut over the vocabulary has to stay the "
-            f"{logits.words} words"
-        )
+        raise _words_must_stay(logits, f"view{tuple(sizes)}")
     return (*sizes[:-1], logits.local.shape[-1])
+
+
+def _check_index(logits: CutLogits, index: Any) -> None:
+    """The words must all stay: a rank has some of them, and would count from its own first one."""
+    items = index if isinstance(index, tuple) else (index,)
+    taken = sum(_dims_taken(item) for item in items)
+    reaches_words = items[-1] is not Ellipsis and (taken == logits.dim() or any(item is Ellipsis for item in items))
+    keeps_them = isinstance(items[-1], slice) and items[-1] == slice(None)
+    if reaches_words and not keeps_them:
+        raise _words_must_stay(logits, "indexing")
+
+
+def _dims_taken(item: Any) -> int:
+    if item is None or item is Ellipsis:
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _words_must_stay(logits: CutLogits, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what}: the last dimension of logits that are cut over the vocabulary (loss_parallel=True) has to stay the "
+        f"{logits.words} words; to use some of them, leave loss_parallel out"
+    )
 
 
 def _cross_entropy(

@@ -1,0 +1,197 @@
+"""What a pipeline would train wrongly without a word is refused; gradients survive what is done between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.pipeline_models import VOCABULARY, batch, loss_fn, make, optimizer, own, train_alone
+from tests.ranks import raised
+from torch import Tensor, nn
+
+import zerofold as zf
+from zerofold.parallel.stand_ins import BlockStandIn, Course, Reached
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return x if condition is None else x + condition
+
+
+class Wayward(nn.Module):
+    """Plain, or with one way in which more than the stream goes from block to block."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = start = self.project(self.embedding(tokens))
+        if self.way == "module at both ends":
+            x = self.norm(x)
+        every = []
+        for layer in self.layers:
+            if self.way == "residual":
+                x = x + layer(x)
+            elif self.way == "in place":
+                x = layer(x).mul_(0.5)
+            else:
+                x = layer(x, start if self.way == "side input" else None)
+            every.append(x)
+        if self.way == "skip":
+            x = x + start
+        if self.way == "every block":
+            x = torch.stack(every).sum(0)
+        return self.head(self.norm(x))
+
+
+def cut(way: str) -> None:
+    zf.pipeline(Wayward(way), zf.mesh(pipeline=2, device="cpu"), microbatches=2, loss_fn=loss_fn)
+
+
+REFUSED = {
+    "residual": "'layers.1' is not given what the block before it returns",
+    "in place": "'layers.1' is not given what the block before it returns",
+    "side input": "'layers.1' is given a tensor of shape (1, 2, 8) beside the stream",
+    "skip": "what the model returns depends on more than the last block's output",
+    "every block": "what the model returns depends on more than the last block's output",
+    "module at both ends": "'norm' has parameters and is called before the blocks and after them",
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_a_model_that_hands_on_more_than_the_stream_is_refused(ranks: Any, way: str) -> None:
+    for message in ranks(2, raised, cut, way):
+        assert message.startswith("ValueError: pipeline: ")
+        assert REFUSED[way] in message
+
+
+def test_the_same_model_without_it_is_taken(ranks: Any) -> None:
+    ranks(2, cut, "plain")
+
+
+def test_what_blocks_hand_on_besides_the_stream_is_named() -> None:
+    """As T5's do: the first one makes a position bias for all. On the next stage it would be missing."""
+    stand_in = BlockStandIn("layers.1", Layer(), 1, Course(stop=1))
+    stream, bias = torch.ones(2, WIDTH), torch.ones(WIDTH, requires_grad=True)
+    with pytest.raises(
+        ValueError, match=r"'layers.1' is given a tensor of shape \(8,\) that blocks of an earlier stage"
+    ):
+        stand_in(stream, position_bias=bias * 2)
+    with pytest.raises(Reached):
+        stand_in(stream, mask=torch.ones(WIDTH))
+
+
+def call(way: str) -> None:
+    mesh = zf.mesh(pipeline=2, device="cpu")
+    model = make("gpt")
+    pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn)
+    zf.shard(pipe, mesh=mesh)
+    tokens, target = batch(dist.get_rank() if way == "batches" else 0)
+    try:
+        model(tokens) if way == "model" else pipe.step(tokens, target=target)
+    finally:
+        zf.close(model)
+
+
+def test_other_samples_on_every_stage_are_told(ranks: Any) -> None:
+    for message in ranks(2, raised, call, "batches"):
+        assert "ranks 0, 1 are stages of one pipeline and got different batches" in message
+
+
+def test_the_model_itself_cannot_be_called(ranks: Any) -> None:
+    for message in ranks(2, raised, call, "model"):
+        assert "so the model cannot be called by itself: use pipe.step" in message
+
+
+def norm_of(model: nn.Module) -> float:
+    return zf.clip_grad_norm_(model, float("inf")).item()
+
+
+def reference_norm(kind: str, *steps: int) -> float:
+    model = make(kind)
+    for step in steps:
+        loss_fn(model(batch(step)[0]), batch(step)[1]).backward()
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+
+
+def place_twice() -> tuple[list[float], float]:
+    mesh = zf.mesh(pipeline=2, device="cpu")
+    model = make("gpt")
+    pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn, schedule="zero_bubble")
+    norms = []
+    for _ in range(2):
+        zf.shard(pipe, stage=2, mesh=mesh)
+        pipe.step(batch(0)[0], target=batch(0)[1])
+        norms.append(norm_of(model))
+        zf.close(model)
+    return norms, reference_norm("gpt", 0)
+
+
+def test_a_model_that_is_closed_and_placed_anew_loses_no_gradients(ranks: Any) -> None:
+    for norms, expected in ranks(2, place_twice):
+        assert norms == pytest.approx([expected, expected], rel=1e-5)
+
+
+def add_up_in_reserved_memory() -> tuple[float, float]:
+    mesh = zf.mesh(pipeline=2, device="cpu")
+    model = make("gpt2")  # whose head is its embedding
+    pipe = zf.pipeline(model, mesh, microbatches=2, loss_fn=loss_fn)
+    zf.shard(pipe, stage=0, mesh=mesh, contiguous_gradients=True)
+    for step in range(2):
+        tokens, target = own(mesh, *batch(step))
+        pipe.step(tokens, target=target)
+    norm = norm_of(model)
+    zf.close(model)
+    return norm, reference_norm("gpt2", 0, 1)
+
+
+def test_tied_gradients_add_up_in_reserved_memory(ranks: Any) -> None:
+    for norm, expected in ranks(4, add_up_in_reserved_memory):
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def train_on_parts_of_the_sequence(schedule: str) -> tuple[list[float], list[float]]:
+    mesh = zf.mesh(pipeline=2, tensor=2, device="cpu")
+    model = make("gpt")
+    pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn, schedule=schedule)
+    zf.tensor_parallel(model, mesh, sequence_parallel=True)
+    pipe, stepper = zf.prepare(pipe, optimizer(pipe.parameters()), stage=1, mesh=mesh, clip=0.5)
+    losses = []
+    for step in range(3):
+        losses.append(pipe.step(batch(step)[0], target=batch(step)[1]).item())
+        stepper.step()
+        stepper.zero_grad()
+    zf.close(model)
+    return losses, train_alone(make("gpt"), 3, 0.5)[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])  # in zbv one rank has the first stage and the last
+def test_parts_of_the_sequence_pass_from_stage_to_stage(ranks: Any, schedule: str) -> None:
+    for losses, expected in ranks(4, train_on_parts_of_the_sequence, schedule):
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def tensor_first() -> None:
+    mesh = zf.mesh(tensor=2, device="cpu")
+    zf.pipeline(zf.tensor_parallel(make("gpt"), mesh), mesh, microbatches=2, loss_fn=loss_fn)
+
+
+def test_the_order_of_the_two_axes_is_said(ranks: Any) -> None:
+    for message in ranks(2, raised, tensor_first):
+        assert "call zf.pipeline before zf.tensor_parallel" in message

@@ -1,0 +1,174 @@
+"""Over a tensor axis, what would be wrong on some ranks without a word is right, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import raised
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+import zerofold as zf
+from zerofold.part import Part, part_of, set_part
+
+WORDS = 8
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.GELU(), nn.Linear(8, 4, bias=False))
+
+
+def tensor_mesh() -> zf.Mesh:
+    return zf.mesh(tensor=2, device="cpu")
+
+
+def overflow_on_one_rank(stage: int) -> tuple[float, list[float]]:
+    mesh, model = tensor_mesh(), mlp()
+    model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, mesh=mesh)
+    before = zf.full(model[0].weight).flatten().tolist()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    if mesh.coordinate["tensor"] == 0:
+        gradient: Any = optimizer.param_groups[0]["params"][0].grad
+        gradient.local.view(-1)[0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    after = zf.full(model[0].weight).flatten().tolist()
+    zf.close(model)
+    return scaler.get_scale(), [a - b for a, b in zip(after, before, strict=True)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_grad_scaler_skips_everywhere_and_keeps_one_scale(ranks: Any, stage: int) -> None:
+    for scale, changes in ranks(2, overflow_on_one_rank, stage):
+        assert scale == 512.0
+        assert not any(changes)
+
+
+def train_with(name: str, **placing: Any) -> None:
+    model = mlp()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+    zf.prepare(model, optimizer, mesh=tensor_mesh(), **placing)
+
+
+@pytest.mark.parametrize("placing", [{"stage": 0}, {"stage": 1, "cut": "whole"}], ids=["0", "whole"])
+def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_cut(ranks: Any, placing: dict[str, Any]) -> None:
+    for message in ranks(2, raised, train_with, "Adafactor", **placing):
+        assert "Adafactor does not work element by element" in message
+        assert "the tensor axis leaves a part of '0.weight' here" in message
+
+
+def values_of_what_torch_left_whole() -> list[float]:
+    mesh = tensor_mesh()
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.LayerNorm(4), *mlp())
+    nn.init.normal_(model[0].weight)
+    parallelize_module(model, mesh.along("tensor"), {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    torch.manual_seed(dist.get_rank() + 1)
+    nn.init.normal_(model[0].weight)
+    zf.shard(model, stage=1, mesh=mesh)
+    found = zf.full(model[0].weight).tolist()
+    zf.close(model)
+    return found
+
+
+def test_what_torch_left_whole_starts_from_the_same_values(ranks: Any) -> None:
+    first, second = ranks(2, values_of_what_torch_left_whole)
+    assert first == second
+
+
+def parts_after_closing(world_of_data: int) -> tuple[list[Part | None], list[Part | None]]:
+    mesh, model = zf.mesh(tensor=2, data=world_of_data, device="cpu"), mlp()
+    zf.shard(model, stage=3, mesh=mesh)
+    before = [entry.part for slab in zf.engine.Engine.of(model).slabs() for entry in slab.entries]
+    zf.close(model, gather=False)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    return before, [part_of(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_parts_outlive_the_sharding(ranks: Any, data: int) -> None:
+    for before, after in ranks(2 * data, parts_after_closing, data):
+        assert None not in before
+        assert after == before
+
+
+def counts_after_a_plan() -> bool:
+    """Of a parameter that another stage of a pipeline counts."""
+    model = mlp()
+    weight = model[0].weight
+    set_part(weight, Part(weight.shape, None, 0, 8, counts=False))
+    zf.tensor_parallel(model, tensor_mesh(), plan={"0": ColwiseParallel(), "2": RowwiseParallel()})
+    part = part_of(weight)
+    assert part is not None
+    assert part.is_cut
+    return part.counts
+
+
+def test_what_another_stage_counts_is_not_counted_again(ranks: Any) -> None:
+    assert ranks(2, counts_after_a_plan) == [False, False]
+
+
+class Words(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, 4, **options)
+        self.mlp = mlp()
+        self.head = nn.Linear(4, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.mlp(self.embed(tokens)))
+
+
+def gradient_of_embedding(options: dict[str, Any]) -> float:
+    """Its difference from that of one process."""
+    model, reference = zf.tensor_parallel(Words(**options), tensor_mesh()), Words(**options)
+    tokens = torch.tensor([[1, 2, 5, 5, 0, 7]])
+    for each in (model, reference):
+        each(tokens).square().sum().backward()
+    expected, part = reference.embed.weight.grad, part_of(model.embed.weight)
+    assert expected is not None
+    assert model.embed.weight.grad is not None
+    assert part is not None
+    return (model.embed.weight.grad - part.of(expected)).abs().max().item()
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"scale_grad_by_freq": True}], ids=str)
+def test_embeddings_have_the_gradient_of_one_process(ranks: Any, options: dict[str, Any]) -> None:
+    assert max(ranks(2, gradient_of_embedding, options)) < 1e-6
+
+
+INDICES = {
+    "fewer words": (..., slice(None, 2)),
+    "more words than a rank has": (..., slice(None, 6)),
+    "one word": (..., 0),
+    "words by all dimensions": (0, slice(None), slice(1, None)),
+}
+
+
+def index_logits(index: Any) -> None:
+    zf.tensor_parallel(Words(), tensor_mesh(), loss_parallel=True)(torch.tensor([[1, 2, 3]]))[index]
+
+
+@pytest.mark.parametrize("what", INDICES)
+def test_words_of_cut_logits_cannot_be_chosen(ranks: Any, what: str) -> None:
+    for message in ranks(2, raised, index_logits, INDICES[what]):
+        assert "has to stay the 8 words" in message
+
+
+def loss_of_some_tokens() -> float:
+    model, reference = zf.tensor_parallel(Words(), tensor_mesh(), loss_parallel=True), Words()
+    tokens = torch.tensor([[1, 2, 3, 2], [7, 5, 0, 4]])
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    losses = [F.cross_entropy(each(tokens).float()[:, :-1][mask], tokens[:, 1:][mask]) for each in (model, reference)]
+    return abs(losses[0].item() - losses[1].item())
+
+
+def test_tokens_of_cut_logits_can_be_chosen(ranks: Any) -> None:
+    assert max(ranks(2, loss_of_some_tokens)) < 1e-6
