@@ -168,9 +168,8 @@ def test_tied_gradients_add_up_in_reserved_memory(ranks: Any) -> None:
 
 def train_on_parts_of_the_sequence(schedule: str) -> tuple[list[float], list[float]]:
     mesh = zf.mesh(pipeline=2, tensor=2, device="cpu")
-    model = make("gpt")
+    model = zf.tensor_parallel(make("gpt"), mesh, sequence_parallel=True)
     pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn, schedule=schedule)
-    zf.tensor_parallel(model, mesh, sequence_parallel=True)
     pipe, stepper = zf.prepare(pipe, optimizer(pipe.parameters()), stage=1, mesh=mesh, clip=0.5)
     losses = []
     for step in range(3):
@@ -185,13 +184,3 @@ def train_on_parts_of_the_sequence(schedule: str) -> tuple[list[float], list[flo
 def test_parts_of_the_sequence_pass_from_stage_to_stage(ranks: Any, schedule: str) -> None:
     for losses, expected in ranks(4, train_on_parts_of_the_sequence, schedule):
         assert losses == pytest.approx(expected, abs=1e-5)
-
-
-def tensor_first() -> None:
-    mesh = zf.mesh(tensor=2, device="cpu")
-    zf.pipeline(zf.tensor_parallel(make("gpt"), mesh), mesh, microbatches=2, loss_fn=loss_fn)
-
-
-def test_the_order_of_the_two_axes_is_said(ranks: Any) -> None:
-    for message in ranks(2, raised, tensor_first):
-        assert "call zf.pipeline before zf.tensor_parallel" in message
