@@ -84,7 +84,6 @@ THOROUGH = [
     r"test_tensor_parallel_ways.py::test_accumulation_checkpoints_and_an_optimizer_in_the_midst\[1\]",
     r"test_train_mesh.py::test_a_killed_rank_ends_the_run_and_another_mesh_goes_on",
     r"test_checkpoint.py::test_a_resumed_run_equals_one_that_was_not_interrupted_to_the_bit\[groups\]",
-    r"test_train_mesh.py::test_a_killed_rank_ends_the_run_and_another_mesh_goes_on\[2\]",
 ]
 
 
