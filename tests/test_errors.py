@@ -159,7 +159,7 @@ CASES = {
     "even dp": ("stage='dp' has no cut='even'", "leave cut out"),
     "cost": ("cost: -1.0 for 'tokens.weight' is no cost", "at least 0"),
     "no model": ("model must be a torch.nn.Module, not int", ""),
-    "no mesh": ("mesh must be a torch.distributed.device_mesh.DeviceMesh, not int", ""),
+    "no mesh": ("mesh must be a zf.mesh(...) or a torch DeviceMesh, not int", ""),
     "no function": ("init=5 must be a function", "or None"),
     "half a backward": ("accumulate=1.5 must be a whole number", ""),
     "clip text": ("clip='1' must be a number", ""),
