@@ -71,7 +71,16 @@ THOROUGH = [
     r"test_tensor_parallel.py::test_losses_are_those_of_one_process\[(tests|qwen3)-3\]",
     r"test_tensor_parallel.py::test_parts_of_the_sequence_and_of_the_words\[(?!both-(train|llama|gpt2))",
     r"test_3d.py::test_the_cube_trains_as_one_process_does\[[012]\]",
-    r"test_3d.py::test_each_pair_of_axes_trains_as_one_process_does\[(?!tensor-pipeline-3)",
+    r"test_3d.py::test_each_pair_of_axes_trains_as_one_process_does",
+    r"test_models.py::test_evaluation_between_steps\[(llama_lora|gpt2)\]",
+    r"test_models.py::test_equals_ddp\[(conv_net-2|mixtral-3)\]",
+    r"test_offload.py::test_the_same_bits_wherever_the_states_are\[4-stages4",
+    r"test_load_folder.py::test_other_models_files_and_precisions\[gpt2_base-3-True-options2\]",
+    r"test_meta.py::test_values_come_from_the_init_function\[\('dp', None\)\]",
+    r"test_bench_fragmentation.py::test_both_ways_train_alike",
+    r"test_export.py::test_hugging_face_loads_the_same_bits\[dp-bf16\]",
+    r"test_mesh_checkpoint_kinds.py::test_(adapters_know|masters_owners)",
+    r"test_launcher.py::test_a_restart_is_told_and_one_signal",
     r"test_3d.py::test_(parts_of_the_sequence_and_of_the_words|a_head_tied_to_its_embedding|every_schedule)\[",
     r"test_3d.py::test_checkpointed_blocks_of_which_each_tensor_rank_keeps_a_part\[(?!1f1b-host)",
     r"test_3d.py::test_a_checkpoint_of_the_cube_goes_on_in_any_mesh\[gpt2-",
@@ -86,9 +95,13 @@ THOROUGH = [
     r"test_checkpoint.py::test_a_resumed_run_equals_one_that_was_not_interrupted_to_the_bit\[groups\]",
 ]
 
+# First, one after another: eight processes take long to start, and push those of other tests out.
+EIGHT_RANKS = {"test_3d.py", "test_mesh.py", "test_mesh_checkpoint.py", "test_mesh_checkpoint_kinds.py"}
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in EIGHT_RANKS)
     for item in items:
         if any(re.search(pattern, item.nodeid) for pattern in THOROUGH):
             item.add_marker(pytest.mark.thorough)
