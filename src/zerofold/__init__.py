@@ -1,5 +1,8 @@
 """zerofold: train models whose states do not fit one device, on plain PyTorch."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from zerofold.access import clip_grad_norm_, clip_grad_value_, full, full_grad, full_params, last_step, ledger, no_sync
 from zerofold.accumulate import accumulate
 from zerofold.activation.blocks import Checkpointing, checkpoint_blocks
@@ -23,8 +26,6 @@ from zerofold.observe.run import Run
 from zerofold.optim.ema import EMA
 from zerofold.optim.lion import Lion
 from zerofold.parallel.mesh import Mesh, mesh
-from zerofold.parallel.pipeline import Pipeline, pipeline
-from zerofold.parallel.tensor import tensor_parallel
 from zerofold.park import offload_states, reload_states
 from zerofold.plan.call import plan
 from zerofold.precision import Precision
@@ -33,6 +34,25 @@ from zerofold.replicas import ReplicaError
 from zerofold.samples import Samples
 from zerofold.sharded import ShardedParameter
 from zerofold.simulation.run import simulate
+
+if TYPE_CHECKING:
+    from zerofold.parallel.pipeline import Pipeline, pipeline
+    from zerofold.parallel.tensor import tensor_parallel
+
+
+_LOADED_LATER = {
+    "Pipeline": "zerofold.parallel.pipeline",
+    "pipeline": "zerofold.parallel.pipeline",
+    "tensor_parallel": "zerofold.parallel.tensor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch's DTensor and pipelining is loaded with its first use: they take a second."""
+    if name not in _LOADED_LATER:
+        raise AttributeError(f"module 'zerofold' has no attribute {name!r}")
+    return getattr(import_module(_LOADED_LATER[name]), name)
+
 
 # The package of that name is loaded by now and stays in sys.modules: `from zerofold.checkpoint.save import …` works.
 checkpoint = _checkpoint_of_activations

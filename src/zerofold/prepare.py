@@ -31,15 +31,14 @@ from zerofold.offloading import Offloading, make_offloading
 from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
+from zerofold.parallel.marks import HoldsStages, is_cut_into_stages
 from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
-from zerofold.parallel.pipeline import Pipeline, is_cut_into_stages
-from zerofold.parallel.tensor import rebase, spread_over_tensor_ranks
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
 from zerofold.state_dicts import StateDicts
 from zerofold.units import UnitChoice, assign, find_units
 
-Model = TypeVar("Model", bound=nn.Module | Pipeline)
+Model = TypeVar("Model", bound=nn.Module | HoldsStages)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 Load = str | os.PathLike[str] | Contents
@@ -102,7 +101,7 @@ def prepare(
         clip = settings.clip
         scheduler = scheduler or scheduler_of(settings, optimizer)
     if isinstance(mesh, Mesh):
-        rebase(optimizer, _spread(placed, mesh))
+        _spread(placed, mesh, optimizer)
     shard(
         placed,
         units=units,
@@ -303,15 +302,21 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
         engine.remove(gather=gather)
 
 
-def _spread(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
-    """Over the tensor axis, unless that was done before. What stands for DTensors now, by their ids."""
+def _spread(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Over the tensor axis, unless that was done before. The optimizer gets what stands for DTensors now."""
     _check_ready(model)
     if mesh.pipeline > 1 and not is_cut_into_stages(model):
         raise ValueError(
             f"mesh: pipeline={mesh.pipeline}, and this {type(model).__name__} has not been cut into stages: give what "
             "zf.pipeline(model, mesh, ...) returns"
         )
-    return {} if Engine.is_on(model) else spread_over_tensor_ranks(model, mesh)
+    if mesh.tensor == 1 or Engine.is_on(model):
+        return
+    from zerofold.parallel.tensor import rebase, spread_over_tensor_ranks  # see `zerofold.parallel.marks`
+
+    made = spread_over_tensor_ranks(model, mesh)
+    if optimizer is not None:
+        rebase(optimizer, made)
 
 
 def _materialiser(model: nn.Module, plan: _Plan, init: Init | None) -> Materialiser | None:
@@ -401,8 +406,8 @@ def _plan(
     return _Plan(chosen, found, modules, assigned)
 
 
-def _placed(model: nn.Module | Pipeline) -> nn.Module:
-    return model.model if isinstance(model, Pipeline) else model
+def _placed(model: nn.Module | HoldsStages) -> nn.Module:
+    return model.model if isinstance(model, HoldsStages) else model
 
 
 def _check_ready(model: nn.Module) -> None:

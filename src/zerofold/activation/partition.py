@@ -10,6 +10,7 @@ waits for the other's order.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerofold.activation.shelves import Arrived, Item, Layout, Shelf
 from zerofold.comm import ALONE, Comm, Handle, Traffic
@@ -131,7 +131,7 @@ class Partition:
 
     def note_parts(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Of an input that is a part already; said once."""
-        found = next((tensor for tensor in tensors if isinstance(tensor, DTensor) and tensor.requires_grad), None)
+        found = next((tensor for tensor in tensors if _is_dtensor(tensor) and tensor.requires_grad), None)
         if found is not None and not self._has_noted:
             self._has_noted = True
             warnings.warn(
@@ -149,3 +149,9 @@ def _checksum(tensor: Tensor) -> list[int]:
     bits = tensor.detach().reshape(-1).view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
     sums = [part.sum(dtype=torch.int64) for part in (bits, bits[: len(bits) // 2], bits[::3])]
     return [tensor.numel(), *torch.stack(sums).tolist()]
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    """Where nobody has loaded torch's module for them, which takes half a second, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

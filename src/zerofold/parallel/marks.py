@@ -1,4 +1,7 @@
-"""What tensor parallelism leaves on a model, for those who come later: pipelines, checkpointed blocks, `zf.prepare`."""
+"""What tensor parallelism and pipelines leave on a model, for those who come later: checkpointed blocks, `zf.prepare`.
+
+Who only asks whether a model is spread does not load torch's DTensor and pipelining, which take a second.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from typing import NamedTuple
 
 from torch import nn
 
+from zerofold.part import part_of
+
 _ATTRIBUTE = "_zerofold_tensor_ranks"
+_STAGES = "_zerofold_pipeline"
 
 
 class TensorSpread(NamedTuple):
@@ -28,3 +34,19 @@ def sequence_ranks(model: nn.Module) -> int:
     """Over how many ranks the sequence is cut between the model's blocks; 1 where it is whole."""
     found = (vars(module).get(_ATTRIBUTE) for module in model.modules())
     return max((spread.sequence_ranks for spread in found if isinstance(spread, TensorSpread)), default=1)
+
+
+class HoldsStages:
+    """Has a model that was cut into stages: `zf.Pipeline`."""
+
+    model: nn.Module
+
+    def leave_on(self, model: nn.Module) -> None:
+        vars(model)[_STAGES] = self
+
+
+def is_cut_into_stages(model: nn.Module) -> bool:
+    """By `zf.pipeline`, or by hand, which `Part`s of parameters tell."""
+    if any(_STAGES in vars(module) for module in model.modules()):
+        return True
+    return any(part_of(parameter) is not None for parameter in model.parameters()) and not was_spread(model)

@@ -25,7 +25,7 @@ from zerofold.nested import map_tensors, tensors_in
 from zerofold.parallel.alike import checksum
 from zerofold.parallel.anatomy import Example, read_anatomy
 from zerofold.parallel.flow import check_flow
-from zerofold.parallel.marks import was_spread
+from zerofold.parallel.marks import HoldsStages
 from zerofold.parallel.mesh import PIPELINE, Mesh
 from zerofold.parallel.schedules import check_counts, owners_of_stages, schedule_kind
 from zerofold.parallel.split import Cost, Split, cut_in_place, plan_stages
@@ -33,9 +33,7 @@ from zerofold.parallel.stage import LossFn, MicroBatch, Runner, StageModule, Str
 from zerofold.parallel.stand_ins import Reached
 from zerofold.parallel.tensor import spread_over_tensor_ranks
 from zerofold.parallel.ties import Ties
-from zerofold.part import part_of
 
-_ON_MODEL = "_zerofold_pipeline"
 _KEPT_RUNNERS = 4  # shapes of micro-batches for which torch's buffers are kept
 _OWN_LOSS = ("labels", "targets", "target")
 
@@ -108,7 +106,7 @@ def pipeline(
     return Pipeline(model, mesh, cut, schedule, microbatches, loss_fn)
 
 
-class Pipeline:
+class Pipeline(HoldsStages):
     """One rank's stages of a model with the schedule that runs them. Printed, it is a table of the stages.
 
     >>> import zerofold as zf
@@ -136,7 +134,7 @@ class Pipeline:
         self._streams: dict[Any, Stream] = {}
         self._has_looked = False  # whether all ranks of the pipeline get the same batch
         self._ties = Ties(split, mesh.coordinate[PIPELINE], self._group)
-        vars(model)[_ON_MODEL] = self  # for the ledger
+        self.leave_on(model)  # for zf.prepare and the ledger
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of this rank's stages."""
@@ -334,13 +332,6 @@ def _held(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.let_go()
-
-
-def is_cut_into_stages(model: nn.Module) -> bool:
-    """By `pipeline`, or by hand, which `Part`s of parameters tell."""
-    if any(_ON_MODEL in vars(module) for module in model.modules()):
-        return True
-    return any(part_of(parameter) is not None for parameter in model.parameters()) and not was_spread(model)
 
 
 def _own_loss_names(model: nn.Module) -> list[str]:
