@@ -32,6 +32,8 @@ class Measurement:
 
     rounds: list[dict[str, Outcome]] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
+    raw_disk: dict[str, float] = field(default_factory=dict)
+    """GB/s, half read and half written, measured right behind the last run."""
 
     def outcomes(self, label: str) -> list[Outcome]:
         return [each[label] for each in self.rounds if label in each]
@@ -74,6 +76,11 @@ class OffloadRow:
     disk_written_per_parameter: float | None = None
     """Bytes in a step."""
     disk_gb_per_s: float | None = None
+    """Over the whole step, in which the disk has nothing to do while the model computes."""
+    disk_update_gb_per_s: float | None = None
+    """Over the last update, from its first read to its last write, where the engine tells."""
+    disk_raw_gb_per_s: float | None = None
+    """The disk alone, half read and half written, right behind the run."""
     disk_file_gib: float | None = None
     tiers: dict[str, dict[str, float]] | None = None
     """Tier → GiB predicted before the start and GiB measured."""
@@ -135,6 +142,8 @@ def make_row(run: Run, task: OffloadTask, measurement: Measurement, clip: float)
         disk_read_per_parameter=None if read is None else round(read / psi / len(last.seconds), 3),
         disk_written_per_parameter=None if written is None else round(written / psi / len(last.seconds), 3),
         disk_gb_per_s=None if read is None or written is None else round((read + written) / last.window_s / 1e9, 3),
+        disk_update_gb_per_s=_update_rate(last),
+        disk_raw_gb_per_s=None if not uses_disk else round(measurement.raw_disk.get(run.label, 0.0), 3) or None,
         disk_file_gib=_gib(last.disk_file_bytes),
         tiers=compare_tiers(last),
         losses=[round(loss, 5) for loss in outcomes[0].losses],
@@ -175,6 +184,12 @@ def compare_tiers(outcome: Outcome) -> dict[str, dict[str, float]] | None:
         tier: {"predicted_gib": _sum_gib(states), "measured_gib": round((measured.get(tier) or 0) / 2**30, 3)}
         for tier, states in predicted.items()
     }
+
+
+def _update_rate(outcome: Outcome) -> float | None:
+    update: Mapping[str, float] = outcome.books.get("offload", {}).get("update") or {}
+    seconds = update.get("disk_seconds", 0.0)
+    return round(update["disk_bytes"] / seconds / 1e9, 3) if seconds else None
 
 
 def _sum_gib(states: Mapping[str, float] | float) -> float:

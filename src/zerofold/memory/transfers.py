@@ -36,6 +36,11 @@ class Done:
             self._event.synchronize()
 
     @property
+    def is_under_way(self) -> bool:
+        """Set going, so that `wait` does not hold up the host."""
+        return True
+
+    @property
     def is_over(self) -> bool:
         return self._event is None or bool(self._event.query())
 

@@ -21,9 +21,9 @@ import torch
 
 from zerofold.optim.host_worker import Era
 
-# Elements that a core updates at a time: 4 MiB of each state. The interpreter's lock is held for some 30 µs of the 4 ms
-# that this takes, so that a dozen cores and the main thread get along with it.
-BLOCK = 2**20
+# Elements that a core updates at a time: 8 MiB of each state. The interpreter's lock is asked for a few times in the
+# 10 ms that this takes, so that a dozen cores and the main thread get along with it.
+STRIP = 2**21
 
 Block = Callable[[], None]
 

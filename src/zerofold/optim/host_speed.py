@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ import torch
 
 from zerofold.memory.host import usable_cores
 from zerofold.optim import adam_cpu
-from zerofold.optim.host_pool import BLOCK, HostPool
+from zerofold.optim.adam_strip import Numbers, Strip, update_strip
+from zerofold.optim.host_pool import STRIP, HostPool
 from zerofold.optim.host_worker import cores_of_process
-from zerofold.optim.onepass import AdamSettings, AdamTensors
 
 ROUNDS = 3  # of each candidate, the fastest counts: what else runs on the machine only slows
 CANDIDATE_SECONDS = 0.15  # no new round after that: a slow machine makes do with fewer
 CALLER_SHARE = 0.8  # of the speed that the calling thread can have; below it the GPU would wait for its kernels
-GOOD_SHARE = 0.85  # of the fastest. On an H200's host 8 of 16 threads took 1.21 s a step where 15 took 1.33
+GOOD_SHARE = 0.85  # of the fastest
 
 
 @dataclass(frozen=True)
@@ -66,32 +67,34 @@ def measure_host_update(elements: int = 2**25, *, candidates: Candidates | None 
 
 def try_host_updates(elements: int, candidates: Candidates) -> list[HostTrial]:
     """One trial of each; `measure_host_update` chooses among them."""
-    states = AdamTensors(
+    states = Strip(
         torch.zeros(elements),
         torch.zeros(elements, dtype=torch.bfloat16),
         torch.zeros(elements),
         torch.zeros(elements),
-        torch.zeros(elements, dtype=torch.bfloat16),
-        step=1,
-        seed=0,
+        made=torch.zeros(elements, dtype=torch.bfloat16),
     )
     return [_try(states, threads, cores) for threads, cores in candidates]
 
 
 def host_candidates() -> list[tuple[int, frozenset[int] | None]]:
-    """Numbers of threads, and cores to bind them to, worth a trial here.
+    """Numbers of threads, and cores to bind them to, worth a trial here: a half of the cores and less.
 
-    >>> (usable_cores(), None) in host_candidates()
+    The others launch kernels, run backward and move states. Two "cores" are often one with two names, too: of 16 on an
+    H200's host, 14 and 15 threads updated faster than 8 and made every step slower, by up to 0.3 s.
+
+    >>> (max(1, usable_cores() // 2), None) in host_candidates()
     True
     """
     count, cores = usable_cores(), cores_of_process()
+    half = max(1, count // 2)
     candidates: list[tuple[int, frozenset[int] | None]] = [
-        (threads, None) for threads in dict.fromkeys((count, count - 1, count - 2, count // 2)) if threads >= 1
+        (threads, None) for threads in dict.fromkeys((half, half * 3 // 4, half // 2)) if threads >= 1
     ]
     # Where a quota grants less time than there are cores, the scheduler finds free ones better than a mask.
     if count == len(cores) and count > 1 and hasattr(os, "sched_setaffinity"):
         others = sorted(cores - {_core_of_this_thread()})
-        candidates += [(len(kept), frozenset(kept)) for kept in (others[: count - 1], others[: count - 2]) if kept]
+        candidates.append((half, frozenset(others[-half:])))
     return candidates
 
 
@@ -99,12 +102,17 @@ def _core_of_this_thread() -> int:
     return int(ctypes.CDLL(None).sched_getcpu()) if sys.platform == "linux" else 0
 
 
-def _try(states: AdamTensors, threads: int, cores: frozenset[int] | None) -> HostTrial:
-    settings = AdamSettings(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    pool, seconds = HostPool(threads, cores), list[float]()
-    flat = [tensor.split(BLOCK) for tensor in states[:5] if tensor is not None]
-    parts = [AdamTensors(m, g, e, v, c, 1, 0) for m, g, e, v, c in zip(*flat, strict=True)]
-    blocks = [partial(adam_cpu.update, [part], settings, None, None) for part in parts]
+def _try(states: Strip, threads: int, cores: frozenset[int] | None) -> HostTrial:
+    pool, seconds, rooms = HostPool(threads, cores), list[float](), threading.local()
+    numbers = Numbers([torch.tensor(1.0)], None, True, 1e-3, 0.9, 0.95, 0.1, 1e-8, False)
+    flat = [tensor.split(STRIP) for tensor in states if tensor is not None]
+
+    def update(strip: Strip) -> None:
+        if not hasattr(rooms, "room"):
+            rooms.room = torch.empty(adam_cpu.BLOCK)
+        update_strip(strip, numbers, rooms.room)
+
+    blocks = [partial(update, Strip(*parts)) for parts in zip(*flat, strict=True)]
     pool.submit(blocks, lambda: None).wait()  # touches the memory
     small, done, begin = torch.zeros(1), 0, time.perf_counter()
     for _ in range(ROUNDS):

@@ -2,6 +2,8 @@
 
 disk      [ read b1 ][ write b0 ][ read b2 ][ write b1 ] …      bursts of one kind: a mix costs a disk some of its rate
 host      [upd b0]               [upd b1]
+
+One burst begins with the last chunk of the one before, so that the disk always has something to do.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +36,8 @@ class DiskUpdate:
             for _ in range(2)
         ]
         self._turn = 0
-        self._reads: list[Request] = []
-        self._writes: list[Request] = []
-        self._sent: list[Done] = []  # copies out of the rooms
+        self._reads: list[list[Request]] = []  # of each chunk
+        self._leaving: list[_Leaving] = []
         self._read_ahead: list[Chunk] = []
 
     def batches(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
@@ -46,20 +48,15 @@ class DiskUpdate:
     def run(self, batch: list[Chunk], following: list[Chunk]) -> list[Ends]:
         """Updates one batch; the next one is read meanwhile."""
         if self._read_ahead != batch:
-            self._read(batch)
-        for request in self._reads:
-            request.wait()
-        room = self._rooms[self._turn]
-        self._turn = 1 - self._turn
-        self.finish()  # the writes of the batch before, from the room that is read into next
-        self._read_ahead = following
-        if following:
-            self._read(following)
+            self._reads = [self._read(chunk, states) for chunk, states in zip(batch, self._room, strict=False)]
+        _wait(self._reads)
+        room, self._turn = self._room, 1 - self._turn
         sent: list[list[Done]] = [[] for _ in batch]
         jobs = [
             self._host.submit(_without_copy(chunk), self._views(states, chunk), done.append)
             for chunk, states, done in zip(batch, room, sent, strict=False)
         ]
+        self._read_in_place_of_written(following)
         copies = []
         for job, chunk, states in zip(jobs, batch, room, strict=False):
             job.wait()
@@ -67,25 +64,21 @@ class DiskUpdate:
                 made = self._memory.borrow(chunk.copy.nbytes).view(chunk.copy.dtype)
                 made.copy_(self._views(states, chunk)[0])
                 copies.append((made, self._disk.write(self._offset(chunk.copy), made)))
-        for request in self._reads if following else ():
-            request.wait()
-        for chunk, states in zip(batch, room, strict=False):
-            for there, here in zip(chunk.states, self._views(states, chunk), strict=True):
-                self._writes.append(self._disk.write(self._offset(there), here))
+        _wait(self._reads[:-1])
+        for chunk, states, (done,) in zip(batch, room, sent, strict=False):
+            pairs = zip(chunk.states, self._views(states, chunk), strict=True)
+            writes = [self._disk.write(self._offset(there), here) for there, here in pairs]
+            self._leaving.append(_Leaving(writes, done))
         for made, request in copies:  # parameters are needed first
             request.wait()
             self._memory.bring_back(made, Done())
-        self._sent += [done for (done,) in sent]
         return [Ends(done, done) for (done,) in sent]
 
     def finish(self) -> None:
         """Returns when all that was updated is in the file."""
-        writes, self._writes = self._writes, []
-        sent, self._sent = self._sent, []
-        for request in writes:
-            request.wait()
-        for done in sent:
-            done.finish()
+        leaving, self._leaving = self._leaving, []
+        for each in leaving:
+            each.wait()
 
     def give_back(self) -> None:
         """Its memory. Nothing may be under way."""
@@ -93,12 +86,23 @@ class DiskUpdate:
             self._memory.give(room)
         self._rooms = []
 
-    def _read(self, batch: list[Chunk]) -> None:
-        self._reads = [
-            self._disk.read(self._offset(there), here)
-            for chunk, states in zip(batch, self._rooms[self._turn], strict=False)
-            for there, here in zip(chunk.states, self._views(states, chunk), strict=True)
-        ]
+    @property
+    def _room(self) -> Tensor:
+        return self._rooms[self._turn]
+
+    def _read_in_place_of_written(self, following: list[Chunk]) -> None:
+        """Each chunk as soon as the one before it has left that part of the room."""
+        leaving, self._leaving = self._leaving, []
+        self._reads, self._read_ahead = [], following
+        for index, states in enumerate(self._room):
+            if index < len(leaving):
+                leaving[index].wait()
+            if index < len(following):
+                self._reads.append(self._read(following[index], states))
+
+    def _read(self, chunk: Chunk, states: Tensor) -> list[Request]:
+        pairs = zip(chunk.states, self._views(states, chunk), strict=True)
+        return [self._disk.read(self._offset(there), here) for there, here in pairs]
 
     @staticmethod
     def _views(states: Tensor, chunk: Chunk) -> list[Tensor]:
@@ -107,6 +111,23 @@ class DiskUpdate:
 
     def _offset(self, tensor: Tensor) -> int:
         return self._memory.offset(tensor)
+
+
+class _Leaving(NamedTuple):
+    """A chunk on its way out of its part of a room: its states to the file, its copy to where forward needs it."""
+
+    writes: list[Request]
+    copy: Done
+
+    def wait(self) -> None:
+        _wait([self.writes])
+        self.copy.finish()
+
+
+def _wait(chunks: Sequence[Sequence[Request]]) -> None:
+    for requests in chunks:
+        for request in requests:
+            request.wait()
 
 
 def _is_in_file(chunk: Chunk) -> bool:

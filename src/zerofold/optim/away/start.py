@@ -16,8 +16,9 @@ from zerofold.placement import Tier
 
 FIRST_SHARE = 0.65  # of the elements go through the device, until steps have been timed
 SAFE_PART = 0.9  # of the device's memory
-SPARE_PART = 0.125  # of what is left of that, for gradients and chunks that wait on the device
-MOST_AHEAD = 32  # chunks, 6.4 GB
+SPARE_PART = 1 / 6  # of what is left of that, for gradients and chunks that wait on the device
+MOST_AHEAD = 64  # chunks, 12.9 GB
+FEW_AHEAD = 16  # where parameters are away as well: the device's memory is wanted for something else
 
 
 def updates_of(engine: Engine) -> AwayUpdates:
@@ -56,12 +57,12 @@ def _way(engine: Engine) -> Way:
     speed = HostSpeed(threads, None, 0.0) if threads is not None else measure_host_update()
     first = FIRST_SHARE if share is None else share
     room = SPARE_PART * _room_on_device(engine)
-    gradients = first * _gradient_bytes(engine)
+    gradients = _gradient_bytes(engine)
     keeps = gradients < room
     ahead = int((room - gradients) / (3 * 4 * CHUNK)) if keeps and first > 0 else 0
-    if any(slab.is_away and slab.tiers.parameters is not Tier.DEVICE for slab in engine.slabs()):
-        ahead = 0  # who sends parameters away as well wants the device's memory for something else
-    return Way(speed.threads, speed.cores, first, share is None, keeps_gradients=keeps, ahead=min(ahead, MOST_AHEAD))
+    parameters_go_up = any(slab.is_away and slab.tiers.parameters is not Tier.DEVICE for slab in engine.slabs())
+    most = FEW_AHEAD if parameters_go_up else MOST_AHEAD
+    return Way(speed.threads, speed.cores, first, share is None, keeps_gradients=keeps, ahead=min(ahead, most))
 
 
 def _room_on_device(engine: Engine) -> float:

@@ -6,13 +6,18 @@ down             [c0][c1][c2][c3]       the bus carries both directions at once
 
 The bus and the host's cores share the host's memory, yet together they update half as fast again as either alone. Where
 the device has room, the first chunks come up again at the end, and wait there for the next step.
+
+In either direction the bus serves one stream until that has nothing more for it. So one chunk at a time is set going,
+by a thread for each direction: a batch that goes up, a loss that comes down and parameters that forward needs get their
+turn in between, and not after the whole update.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +29,51 @@ from zerofold.optim.onepass import adam
 SLOTS = 4  # chunks on their way at once
 
 
+class _Down(NamedTuple):
+    """A chunk that was set going down."""
+
+    copied: torch.cuda.Event  # what forward computes with, if that lives on the host
+    complete: torch.cuda.Event
+
+
+class _IsDown(Done):
+    """What another thread sets going, when it comes to it."""
+
+    def __init__(self, going: Future[_Down], *, whole: bool) -> None:
+        super().__init__()
+        self._going, self._whole = going, whole
+
+    def wait(self) -> None:
+        self._take_event()
+        super().wait()
+
+    def finish(self) -> None:
+        self._take_event()
+        super().finish()
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._going.done()
+
+    @property
+    def is_over(self) -> bool:
+        if not self.is_under_way:
+            return False
+        self._take_event()
+        return super().is_over
+
+    def _take_event(self) -> None:
+        down = self._going.result()
+        self._event = down.complete if self._whole else down.copied
+
+
 class _Slot:
     """Device memory for one chunk."""
 
     def __init__(self, device: torch.device) -> None:
         self.states = tuple(torch.empty(CHUNK, device=device) for _ in range(3))
         self._others: dict[tuple[str, torch.dtype], Tensor] = {}
-        self.free = torch.cuda.Event(blocking=True)  # after which it may be filled again
+        self.free = Done()  # after which it may be filled again
 
     def room(self, name: str, dtype: torch.dtype) -> Tensor:
         """For gradients that come up, or copies that go down; made when first needed."""
@@ -53,8 +96,10 @@ class DeviceUpdate:
         self._slots = deque(_Slot(device) for _ in range(SLOTS + ahead))  # free the longest first
         self._staged: dict[tuple[object, int, int], _Slot] = {}
         # Of this step, as many as can wait for the next, without their gradients; and when each is down.
-        self._first: list[tuple[Chunk, torch.cuda.Event]] = []
+        self._first: list[tuple[Chunk, Done]] = []
         self._arrived = torch.cuda.Event(blocking=True)  # the chunk before
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="zerofold states down")
+        self._sent = torch.cuda.Event(blocking=True)  # the chunk before
         self._times = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     @property
@@ -72,14 +117,13 @@ class DeviceUpdate:
 
     def end(self) -> None:
         """All chunks are on their way."""
-        self._times[1].record(self._down)
         for left in self._staged.values():  # not part of this step
             self._slots.appendleft(left)
         self._staged = {}
         for chunk, is_down in self._first:
             slot = self._take_slot()
-            is_down.synchronize()
-            self._arrived.synchronize()  # as in `run`: parameters that forward needs go in between
+            is_down.finish()
+            self._arrived.synchronize()
             with torch.cuda.stream(self._up):
                 self._bring(chunk, slot)
                 self._arrived = torch.cuda.Event(blocking=True)
@@ -88,9 +132,12 @@ class DeviceUpdate:
         self._first = []
 
     def seconds(self) -> float:
-        """Between the two, on the device, when both are over."""
+        """From the beginning until forward could use all that was updated, when that is over."""
         self._times[1].synchronize()
         return self._times[0].elapsed_time(self._times[1]) / 1000
+
+    def close(self) -> None:
+        self._sender.shutdown()
 
     def run(self, chunk: Chunk) -> Ends:
         torch.cuda.set_device(self._device)
@@ -98,9 +145,7 @@ class DeviceUpdate:
         is_here = slot is not None
         slot = slot or self._take_slot()
         states = [held[: chunk.size] for held in slot.states]
-        # The bus serves one stream until that has nothing more for it. So the next chunk waits for the last one on the
-        # host, and parameters that forward needs get their turn in between.
-        self._arrived.synchronize()
+        self._arrived.synchronize()  # by the host: the stream has nothing more for the bus meanwhile
         with torch.cuda.stream(self._up):
             chunk.arrived.wait()
             if not is_here:
@@ -121,24 +166,38 @@ class DeviceUpdate:
                     assert target is not None
                     target.copy_(master)
             updated = self._kernel.record_event()
+            is_used_here = chunk.copy is not None and chunk.copy.device.type != "cpu"
+            if is_used_here:
+                self._times[1].record(self._kernel)
+        going = self._sender.submit(self._send_down, chunk, slot, copies, updated)
+        slot.free = complete = _IsDown(going, whole=True)
+        self._slots.append(slot)
+        if len(self._first) < self._ahead:
+            self._first.append((replace(chunk, pieces=()), complete))
+        # Without a copy, forward needs the master.
+        usable = Done(updated) if is_used_here else _IsDown(going, whole=chunk.copy is None)
+        return Ends(usable, complete)
+
+    def _send_down(self, chunk: Chunk, slot: _Slot, copies: list[Tensor | None], updated: torch.cuda.Event) -> _Down:
+        torch.cuda.set_device(self._device)
+        self._sent.synchronize()
         with torch.cuda.stream(self._down):
             self._down.wait_event(updated)
-            for here, there in zip(states, chunk.states, strict=True):
-                there.copy_(here, non_blocking=True)
             for target, source in zip(chunk.copies(), copies, strict=True):
                 if target is not None and source is not None and target.device.type == "cpu":
                     target.copy_(source, non_blocking=True)
-            slot.free = torch.cuda.Event(blocking=True)
-            slot.free.record(self._down)
-        self._slots.append(slot)
-        if len(self._first) < self._ahead:
-            self._first.append((replace(chunk, pieces=()), slot.free))
-        is_used_here = chunk.copy is not None and chunk.copy.device.type != "cpu"
-        return Ends(Done(updated if is_used_here else slot.free), Done(slot.free))
+            copied = self._down.record_event()
+            for here, there in zip(slot.states, chunk.states, strict=True):
+                there.copy_(here[: chunk.size], non_blocking=True)
+            self._sent = torch.cuda.Event(blocking=True)
+            self._sent.record(self._down)
+            if chunk.copy is None or chunk.copy.device.type == "cpu":
+                self._times[1].record(self._down)
+        return _Down(copied, self._sent)
 
     def _take_slot(self) -> _Slot:
         slot = self._slots.popleft()
-        slot.free.synchronize()  # the host waits, not the stream: see `run`
+        slot.free.finish()
         return slot
 
     def _bring(self, chunk: Chunk, slot: _Slot) -> None:

@@ -1,56 +1,88 @@
-"""How long host and device take for their parts of an update, and the share with which both are done together."""
+"""How long host and device take for their parts of an update, and what share of it each should have next."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 _LARGEST_MOVE = 0.1
 _SMALLEST_MOVE = 0.015  # below it the parameters that change sides are too few to matter
 _QUICK_STEPS = 4  # go all the way; later ones half of it, since a single update may have been disturbed
+_PERIOD, _TRIALS = 64, (5, 6)  # of so many updates these try what is not done otherwise
+_CLEAR_GAIN = 0.97  # of the time; less may be chance
 
 
 @dataclass
 class Timing:
     """Of the last update, and what follows for the next.
 
+    The share moves towards the one with which both would have been done together at the rates just seen. It does so for
+    ever: host and device share one memory, so each is faster when the other has less to do, and other work comes and
+    goes on the host. For the same reason the device alone may be done sooner than both together, where the host's
+    memory has nothing to spare: that is tried now and then.
+
     >>> timing = Timing(0.55)
-    >>> for _ in range(7):  # the host has 2 of 6 parts of the speed
+    >>> for _ in range(5):  # the host has 2 of 6 parts of the speed
     ...     timing.tune(timing.device_share)
     ...     timing.host_seconds, timing.device_seconds = (1 - timing.device_share) / 2, timing.device_share / 4
-    >>> round(timing.device_share, 3)
-    0.667
+    >>> round(timing.together, 3), timing.device_share
+    (0.667, 1.0)
     """
 
     device_share: float
+    """Of the next update."""
     host_elements: int = 0
     device_elements: int = 0
     host_seconds: float = 0.0
     device_seconds: float = 0.0
+    disk_bytes: int = 0
+    """Read and written."""
+    disk_seconds: float = 0.0
     steps: int = 0
+    together: float = field(init=False)
+    """The share with which both are done at the same time."""
     _started: float = 0.0
+    _took: dict[bool, deque[float]] = field(init=False, repr=False)
+    """By whether the device was alone: seconds of the last updates."""
+
+    def __post_init__(self) -> None:
+        self.together = self.device_share
+        self._took = {is_alone: deque(maxlen=2) for is_alone in (False, True)}
 
     def begin(self) -> None:
         self._started = time.perf_counter()
-        self.host_elements = self.device_elements = 0
+        self.host_elements = self.device_elements = self.disk_bytes = 0
 
     def end_of_host(self) -> None:
         self.host_seconds = time.perf_counter() - self._started
 
-    def tune(self, ran_with: float | None) -> None:
-        """Before an update; `ran_with`: the share of the one before.
+    def end_of_disk(self) -> None:
+        self.disk_seconds = time.perf_counter() - self._started
 
-        The share moves towards the one with which both would have been done together at the rates just seen. It does
-        so for ever: host and device share one memory, so each is faster when the other has less to do, and other
-        work comes and goes on the host.
-        """
+    def tune(self, ran_with: float | None) -> None:
+        """Before an update; `ran_with`: the share of the one before."""
         self.steps += 1
         if self.steps <= 2 or ran_with is None:  # the first update makes kernels and faults memory in
             return
-        if not 0 < ran_with < 1 or not min(self.host_seconds, self.device_seconds) > 0:
-            return  # one of them had nothing to do
+        if not 0 < self.together < 1:
+            return  # one of them has nothing to do, and somebody wants it so
+        is_alone = ran_with == 1
+        self._took[is_alone].append(self.device_seconds if is_alone else max(self.host_seconds, self.device_seconds))
+        if not is_alone and min(self.host_seconds, self.device_seconds) > 0:
+            self._move(ran_with)
+        is_trial = self.steps % _PERIOD in _TRIALS
+        self.device_share = 1.0 if self._alone_is_faster != is_trial else self.together
+
+    def _move(self, ran_with: float) -> None:
         host_rate, device_rate = (1 - ran_with) / self.host_seconds, ran_with / self.device_seconds
         move = device_rate / (host_rate + device_rate) - ran_with
         if abs(move) >= _SMALLEST_MOVE:
             move /= 1 if self.steps <= _QUICK_STEPS else 2
-            self.device_share = round(ran_with + min(_LARGEST_MOVE, max(-_LARGEST_MOVE, move)), 3)
+            self.together = round(ran_with + min(_LARGEST_MOVE, max(-_LARGEST_MOVE, move)), 3)
+
+    @property
+    def _alone_is_faster(self) -> bool:
+        """By the better of two each: what disturbs an update only makes it longer."""
+        both, alone = (min(self._took[is_alone], default=None) for is_alone in (False, True))
+        return both is not None and alone is not None and alone < _CLEAR_GAIN * both

@@ -52,7 +52,7 @@ class SlabUpdate:
 
     @property
     def is_near(self) -> bool:
-        return all(job.is_done for job in self.jobs)
+        return all(job.is_done for job in self.jobs) and all(end.usable.is_under_way for end in self.ends)
 
     def sent(self, done: Done) -> None:
         """A chunk is through, on a thread of the host's."""
@@ -189,8 +189,6 @@ class AwayUpdates:
                 end.complete.finish()
         for job in self._last:
             job.wait()
-        if self._from_disk is not None:
-            self._from_disk.finish()
         if self._through is not None:
             self._timing.device_seconds = self._through.seconds()
         self._under_way, self._last = [], []
@@ -206,6 +204,11 @@ class AwayUpdates:
             "host_seconds": timing.host_seconds,
             "device_elements": float(timing.device_elements),
             "device_seconds": timing.device_seconds,
+            **(
+                {"disk_bytes": float(timing.disk_bytes), "disk_seconds": timing.disk_seconds}
+                if timing.disk_bytes
+                else {}
+            ),
         }
 
     def close(self) -> None:
@@ -215,6 +218,7 @@ class AwayUpdates:
                 ends.callback(torch.cuda.synchronize, self._device)
             ends.callback(self._pool.close)
             if self._through is not None:
+                ends.callback(self._through.close)
                 ends.callback(self._device_worker.close)
             if self._disk_worker is not None:
                 ends.callback(self._disk_worker.close)
@@ -236,6 +240,8 @@ class AwayUpdates:
             self._last.append(job)
             for chunk in batch:
                 updates[id(chunk)].jobs.append(job)
+        self._timing.disk_bytes = sum(2 * state.nbytes for chunk, _ in queue for state in chunk.states)
+        self._last.append(worker.submit(partial(_end_of_disk, disk, self._timing)))
 
     def _ready_for_disk(self, size: int) -> tuple[DiskUpdate, HostWorker]:
         """With room for chunks of that many elements: parameters that are unfrozen later may need more than others."""
@@ -261,6 +267,11 @@ def _versions(slab: Slab) -> tuple[int, ...]:
 
 def _through(device: DeviceUpdate, chunk: Chunk, update: SlabUpdate) -> Callable[[], None]:
     return lambda: update.ends.append(device.run(chunk))
+
+
+def _end_of_disk(disk: DiskUpdate, timing: Timing) -> None:
+    disk.finish()
+    timing.end_of_disk()
 
 
 def _from_disk(
