@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,26 +29,19 @@ from zerofold.optim.onepass import adam
 SLOTS = 4  # chunks on their way at once
 
 
-class _Down(NamedTuple):
-    """A chunk that was set going down."""
-
-    copied: torch.cuda.Event  # what forward computes with, if that lives on the host
-    complete: torch.cuda.Event
-
-
 class _IsDown(Done):
-    """What another thread sets going, when it comes to it."""
+    """States that another thread sends down, when it comes to it."""
 
-    def __init__(self, going: Future[_Down], *, whole: bool) -> None:
+    def __init__(self, going: Future[torch.cuda.Event]) -> None:
         super().__init__()
-        self._going, self._whole = going, whole
+        self._going = going
 
     def wait(self) -> None:
-        self._take_event()
+        self._event = self._going.result()
         super().wait()
 
     def finish(self) -> None:
-        self._take_event()
+        self._event = self._going.result()
         super().finish()
 
     @property
@@ -59,12 +52,8 @@ class _IsDown(Done):
     def is_over(self) -> bool:
         if not self.is_under_way:
             return False
-        self._take_event()
+        self._event = self._going.result()
         return super().is_over
-
-    def _take_event(self) -> None:
-        down = self._going.result()
-        self._event = down.complete if self._whole else down.copied
 
 
 class _Slot:
@@ -87,12 +76,12 @@ class _Slot:
 
 
 class DeviceUpdate:
-    """Runs in the thread of a worker, which sets the copies and kernels going and never waits for them."""
+    """Runs in the thread of a worker. What goes down has another thread, so that neither direction waits for the other."""
 
     def __init__(self, device: torch.device, up: Any, *, ahead: int) -> None:
         """`ahead`: chunks that wait on the device for the next step."""
         self._device, self._up, self._ahead = device, up, ahead
-        self._kernel, self._down = (torch.cuda.Stream(device) for _ in range(2))
+        self._kernel, self._copies, self._down = (torch.cuda.Stream(device) for _ in range(3))
         self._slots = deque(_Slot(device) for _ in range(SLOTS + ahead))  # free the longest first
         self._staged: dict[tuple[object, int, int], _Slot] = {}
         # Of this step, as many as can wait for the next, without their gradients; and when each is down.
@@ -165,35 +154,35 @@ class DeviceUpdate:
                 for master, target in zip(chunk.masters(states[0]), copies, strict=True):
                     assert target is not None
                     target.copy_(master)
-            updated = self._kernel.record_event()
-            is_used_here = chunk.copy is not None and chunk.copy.device.type != "cpu"
-            if is_used_here:
-                self._times[1].record(self._kernel)
-        going = self._sender.submit(self._send_down, chunk, slot, copies, updated)
-        slot.free = complete = _IsDown(going, whole=True)
+            usable = self._kernel.record_event()
+            self._times[1].record(self._kernel)
+        if chunk.copy is not None and chunk.copy.device.type == "cpu":
+            with torch.cuda.stream(self._copies):  # what forward waits for is not behind states that nobody needs
+                self._copies.wait_event(usable)
+                for target, source in zip(chunk.copies(), copies, strict=True):
+                    if target is not None and source is not None:
+                        target.copy_(source, non_blocking=True)
+                usable = self._copies.record_event()
+                self._times[1].record(self._copies)
+        complete = slot.free = _IsDown(self._sender.submit(self._send_down, chunk, slot, usable))
         self._slots.append(slot)
         if len(self._first) < self._ahead:
             self._first.append((replace(chunk, pieces=()), complete))
-        # Without a copy, forward needs the master.
-        usable = Done(updated) if is_used_here else _IsDown(going, whole=chunk.copy is None)
-        return Ends(usable, complete)
+        # Without a copy, forward computes with the master.
+        return Ends(complete if chunk.copy is None else Done(usable), complete)
 
-    def _send_down(self, chunk: Chunk, slot: _Slot, copies: list[Tensor | None], updated: torch.cuda.Event) -> _Down:
+    def _send_down(self, chunk: Chunk, slot: _Slot, usable: torch.cuda.Event) -> torch.cuda.Event:
         torch.cuda.set_device(self._device)
         self._sent.synchronize()
         with torch.cuda.stream(self._down):
-            self._down.wait_event(updated)
-            for target, source in zip(chunk.copies(), copies, strict=True):
-                if target is not None and source is not None and target.device.type == "cpu":
-                    target.copy_(source, non_blocking=True)
-            copied = self._down.record_event()
+            self._down.wait_event(usable)
             for here, there in zip(slot.states, chunk.states, strict=True):
                 there.copy_(here[: chunk.size], non_blocking=True)
             self._sent = torch.cuda.Event(blocking=True)
             self._sent.record(self._down)
-            if chunk.copy is None or chunk.copy.device.type == "cpu":
+            if chunk.copy is None:
                 self._times[1].record(self._down)
-        return _Down(copied, self._sent)
+        return self._sent
 
     def _take_slot(self) -> _Slot:
         slot = self._slots.popleft()
