@@ -76,7 +76,7 @@ class _Slot:
 
 
 class DeviceUpdate:
-    """Runs in the thread of a worker. What goes down has another thread, so that neither direction waits for the other."""
+    """Runs in the thread of a worker; what goes down has another, so that neither direction waits for the other."""
 
     def __init__(self, device: torch.device, up: Any, *, ahead: int) -> None:
         """`ahead`: chunks that wait on the device for the next step."""
