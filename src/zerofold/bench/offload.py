@@ -147,7 +147,10 @@ def bench_offload_command(
         ),
     ] = DEFAULT_RUNS,
     rounds: Annotated[int, typer.Option(min=1, help="Every second one in reverse order.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each engine in a round, after 2 untimed.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each engine in a round.")] = 5,
+    untimed: Annotated[
+        int, typer.Option(min=1, help="Steps before them; zerofold tries shares of host and device in the first eight.")
+    ] = UNTIMED_STEPS,
     d: Annotated[
         int | None, typer.Option("--d", min=1, help="Width of the model; 3072 on a GPU, 128 on the CPU.")
     ] = None,
@@ -208,7 +211,7 @@ def bench_offload_command(
         device=device,
         path=str(path),
         device_limit=round(device_limit * 2**30),
-        untimed=UNTIMED_STEPS,
+        untimed=untimed,
         timed=steps,
         batches=DIFFERENT_BATCHES,
     )
@@ -229,7 +232,7 @@ def bench_offload_command(
         return {
             "machine": describe_software(device),
             "model": {"psi": size.parameters, **asdict(size), "batch": common.batch},
-            "method": {"rounds": rounds, "steps": steps, "untimed": UNTIMED_STEPS, "clip": clip},
+            "method": {"rounds": rounds, "steps": steps, "untimed": untimed, "clip": clip},
             "rows": [asdict(make_row(run, tasks[run.label], measurement, clip)) for run in runs],
         }
 
