@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import weakref
 from collections import deque
@@ -72,20 +73,35 @@ class Item:
 
 
 class DeviceShelf:
-    """One contiguous block for all of a step. What is taken from it are views."""
+    """One contiguous block for all of a step. What is taken from it are views.
+
+    When a step begins with a longer tensor than any before, the block is made anew, as much larger, before it is too
+    small; and CUDA's allocator gives back what it holds for the shorter ones, which is of no use for longer ones. Of n
+    shapes in a random order that happens some ln(n) times.
+    """
 
     frees_device = False
 
     def __init__(self, device: torch.device) -> None:
+        self._device, self._longest = device, 0
         self._slots = Slots(
             lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device), align=_ALIGN, merges=True
         )
 
     def put(self, tensor: Tensor) -> Item:
         item = Item(Layout.of(tensor))
+        if not self._slots.taken_nbytes and (item.layout.nbytes > self._longest or self._slots.blocks > 1):
+            self._begin_anew(item.layout.nbytes)
         item.slot, item.done = self._slots.take(item.layout.nbytes), Done()
         item.layout.over(item.slot.memory).copy_(tensor)
         return item
+
+    def _begin_anew(self, first: int) -> None:
+        growth = max(1.0, first / self._longest) if self._longest else 1.0
+        self._longest = max(self._longest, first)
+        self._slots.expect(math.ceil(self._slots.peak_nbytes * growth))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def settle(self, item: Item) -> None:
         """Its tensor on the device is about to go."""

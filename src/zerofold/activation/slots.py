@@ -90,6 +90,11 @@ class Slots:
     def give(self, slot: Slot) -> None:
         self._returned.append(slot)
 
+    def expect(self, nbytes: int) -> None:
+        """Lets go of all blocks; the next one has room for as much, or for the most there ever was."""
+        self.clear()
+        self.peak_nbytes = max(self.peak_nbytes, nbytes)
+
     def clear(self) -> None:
         """Lets go of blocks of which nothing is taken."""
         self._take_back()
