@@ -14,8 +14,10 @@ from torch import Tensor
 from zerofold.memory import Done
 from zerofold.optim import adam_cpu
 from zerofold.optim.adam_strip import Numbers, Strip, update_strip
-from zerofold.optim.away.chunks import Chunk
+from zerofold.optim.away.chunks import Chunk, Piece
 from zerofold.optim.host_pool import STRIP, HostPool, PoolJob
+
+_MANY = 64  # different numbers of groups and steps; those of steps long ago go
 
 
 class HostUpdate:
@@ -24,13 +26,33 @@ class HostUpdate:
     def __init__(self, device: torch.device, up: Any, pool: HostPool) -> None:
         self._device, self._up, self._pool = device, up, pool
         self._rooms = threading.local()  # of each core
+        self._numbers: dict[object, Numbers] = {}  # few: parameters of one group and step have the same
 
     def submit(self, chunk: Chunk, states: Sequence[Tensor], then: Callable[[Done], None]) -> PoolJob:
         """`states` are the chunk's master and moments in host memory. They are updated when the job is done; the copy
         has then set out for where forward needs it, and `then` was told its arrival."""
-        work = [_PieceWork(chunk, index, states) for index in range(len(chunk.pieces))]
-        strips = [partial(self._update, each, first) for each in work for first in each.strips()]
+        work = [_PieceWork(chunk, piece, states, self._numbers_of(chunk, piece)) for piece in chunk.pieces]
+        strips = [partial(self._update, each, first) for each in work for first in each.strips]
         return self._pool.submit(strips, lambda: then(self._send(work)))
+
+    def _numbers_of(self, chunk: Chunk, piece: Piece) -> Numbers:
+        key = (piece.settings, piece.step, chunk.scaling)
+        if key not in self._numbers:
+            if len(self._numbers) >= _MANY:
+                self._numbers.clear()
+            scale, its = chunk.scaling.tensor("cpu"), piece.settings
+            self._numbers[key] = Numbers(
+                step=[torch.tensor(float(piece.step))],
+                divisor=None if scale is None else scale.reciprocal(),
+                decoupled=its.decoupled,
+                lr=its.lr,
+                beta1=its.beta1,
+                beta2=its.beta2,
+                weight_decay=its.weight_decay,
+                eps=its.eps,
+                maximize=its.maximize,
+            )
+        return self._numbers[key]
 
     def _update(self, work: _PieceWork, first: int) -> None:
         if not hasattr(self._rooms, "room"):
@@ -48,63 +70,59 @@ class HostUpdate:
 
 
 class _PieceWork:
-    """One piece of a chunk. What can be is prepared once: its strips should hold the interpreter's lock for short."""
+    """One piece of a chunk, made by the thread that launches kernels: it cuts nothing, the cores do that."""
 
-    def __init__(self, chunk: Chunk, index: int, states: Sequence[Tensor]) -> None:
-        piece = self._piece = chunk.pieces[index]
-        start, stop = piece.start - chunk.start, piece.stop - chunk.start
-        self._arrived, self._scaling = chunk.arrived, chunk.scaling
-        self._master, self._exp_avg, self._exp_avg_sq = (state[start:stop] for state in states)
-        self._gradient = piece.gradient.cpu()  # the same memory where it is on the host
-        self._target = chunk.copy_of(piece)  # where forward needs the new parameters
-        self._makes_copy = chunk.kernel_makes_copy
+    def __init__(self, chunk: Chunk, piece: Piece, states: Sequence[Tensor], numbers: Numbers) -> None:
+        self._chunk, self._piece, self._states, self._numbers = chunk, piece, states, numbers
+        self._gradient = piece.gradient if piece.gradient.device.type == "cpu" else piece.gradient.cpu()
         self._is_exact = all(s.dtype is torch.float32 for s in states) and chunk.scaling.clip_value is None
-        scale, its = chunk.scaling.tensor("cpu"), piece.settings
-        self._numbers = Numbers(
-            step=[torch.tensor(float(piece.step))],
-            divisor=None if scale is None else scale.reciprocal(),
-            decoupled=its.decoupled,
-            lr=its.lr,
-            beta1=its.beta1,
-            beta2=its.beta2,
-            weight_decay=its.weight_decay,
-            eps=its.eps,
-            maximize=its.maximize,
-        )
-
-    def strips(self) -> range:
-        """Where they begin. States that are rounded at random stay in one: the bits for that come in a row."""
-        return range(0, self._gradient.numel(), STRIP if self._is_exact else max(1, self._gradient.numel()))
+        # Where strips begin. States that are rounded at random stay in one: the bits for that come in a row.
+        size = self._gradient.numel()
+        self.strips = range(0, size, STRIP if self._is_exact else max(1, size))
 
     def update(self, first: int, room: Tensor) -> None:
-        self._arrived.finish()
-        here = slice(first, first + self.strips().step)
-        master, gradient, made = self._master[here], self._gradient[here], self._made(here)
-        exp_avg, exp_avg_sq = self._exp_avg[here], self._exp_avg_sq[here]
-        if not self._is_exact:
-            piece, scaling = self._piece, self._scaling
-            tensors = adam_cpu.AdamTensors(master, gradient, exp_avg, exp_avg_sq, made, piece.step, piece.seed)
-            adam_cpu.update([tensors], piece.settings, scaling.tensor("cpu"), scaling.clip_value)
+        self._chunk.arrived.finish()
+        here = self._strip(first)
+        start = self._piece.start - self._chunk.start
+        master, exp_avg, exp_avg_sq = (state[start + here.start : start + here.stop] for state in self._states)
+        gradient, made = self._gradient[here], self._made(here)
+        if self._is_exact:
+            update_strip(Strip(master, gradient, exp_avg, exp_avg_sq, made), self._numbers, room)
             return
-        update_strip(Strip(master, gradient, exp_avg, exp_avg_sq, made), self._numbers, room)
+        piece, scaling = self._piece, self._chunk.scaling
+        tensors = adam_cpu.AdamTensors(master, gradient, exp_avg, exp_avg_sq, made, piece.step, piece.seed)
+        adam_cpu.update([tensors], piece.settings, scaling.tensor("cpu"), scaling.clip_value)
+
+    def _strip(self, first: int) -> slice:
+        return slice(first, min(first + self.strips.step, self._gradient.numel()))
+
+    @property
+    def _target(self) -> Tensor | None:
+        """Where forward needs the new parameters."""
+        return self._chunk.copy_of(self._piece)
 
     def _made(self, here: slice) -> Tensor | None:
         """Where a strip's new parameters are made: in the place of its gradient, which has been read by then, unless
         they are needed in host memory anyway."""
-        if self._target is None or not self._makes_copy:
+        if self._chunk.copy is None or not self._chunk.kernel_makes_copy:
             return None
-        target = self._target[here]
+        target = self._target
+        assert target is not None
         if target.device.type == "cpu":
-            return target
-        return self._gradient[here].view(torch.uint8)[: target.nbytes].view(target.dtype)
+            return target[here]
+        count = (here.stop - here.start) * target.element_size()
+        return self._gradient[here].view(torch.uint8)[:count].view(target.dtype)
 
     def send(self) -> None:
-        if self._target is None or (self._makes_copy and self._target.device.type == "cpu"):
+        target, makes_copy = self._target, self._chunk.kernel_makes_copy
+        if target is None or (makes_copy and target.device.type == "cpu"):
             return
-        if self._makes_copy and self._gradient.element_size() == self._target.element_size():
-            self._target.copy_(self._gradient.view(self._target.dtype), non_blocking=True)  # all strips lie in a row
+        if makes_copy and self._gradient.element_size() == target.element_size():
+            target.copy_(self._gradient.view(target.dtype), non_blocking=True)  # all strips lie in a row
             return
-        for first in self.strips():
-            here = slice(first, first + self.strips().step)
+        start = self._piece.start - self._chunk.start
+        for first in self.strips:
+            here = self._strip(first)
             made = self._made(here)
-            self._target[here].copy_(self._master[here] if made is None else made, non_blocking=True)
+            master = self._states[0][start + here.start : start + here.stop]
+            target[here].copy_(master if made is None else made, non_blocking=True)
