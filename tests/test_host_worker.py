@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -149,3 +151,14 @@ def test_a_share_of_all_or_nothing_stays() -> None:
             timing.tune(share)
             timing.host_seconds, timing.device_seconds = 1.0, 0.5
         assert timing.device_share == share
+
+
+def test_a_process_that_ends_first_finishes_what_was_submitted() -> None:
+    program = """
+import torch
+from zerofold.optim.host_pool import HostPool
+state = torch.zeros(2**20)
+HostPool(2).submit([lambda: [state.add_(1) for _ in range(20)]] * 10, lambda: print(int(state.max()), flush=True))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "200\n"), ended.stderr

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -71,6 +72,8 @@ class HostPool:
     When a block fails, what was submitted after it is not run but fails with the same exception, until somebody has
     waited for it: a step of which a part was not updated must not go on as if it were whole.
 
+    A process that ends first finishes what was submitted: a thread that is ended inside torch takes the process with it.
+
     >>> pool, done = HostPool(2), []
     >>> pool.submit([lambda: done.append(torch.get_num_threads())] * 3, lambda: done.append(0)).wait()
     >>> done
@@ -81,14 +84,15 @@ class HostPool:
     def __init__(self, threads: int, cores: frozenset[int] | None = None) -> None:
         if threads < 1:
             raise ValueError(f"threads={threads}: a pool needs 1 or more")
-        self._cores = cores
-        self._queue: SimpleQueue[tuple[PoolJob, Block] | None] = SimpleQueue()
+        self._queue: _Queue = SimpleQueue()
         self._era = Era()
         ready = threading.Barrier(threads + 1)
         of_caller = torch.get_num_threads()
-        self._threads = [threading.Thread(target=self._serve, args=(ready,), daemon=True) for _ in range(threads)]
+        serving = (self._queue, cores, ready)  # without the pool, so that one which nobody closes can go
+        self._threads = [threading.Thread(target=_serve, args=serving, daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
+        self._end = weakref.finalize(self, _end, self._queue, self._threads)  # at exit at the latest
         ready.wait()
         torch.set_num_threads(of_caller)  # the threads' calls also set the number for threads yet to come
 
@@ -109,21 +113,31 @@ class HostPool:
 
     def close(self) -> None:
         """Returns when all blocks are done."""
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._end()
 
-    def _serve(self, ready: threading.Barrier) -> None:
-        torch.get_num_threads()  # a thread's first question sets its number to the default, so it comes before
-        torch.set_num_threads(1)
-        if self._cores is not None:
-            with suppress(OSError):  # where the cores of the process have changed, any will do
-                os.sched_setaffinity(0, self._cores)  # 0 is this thread
-        ready.wait()
-        while (taken := self._queue.get()) is not None:
-            job, block = taken
-            job.run(block)
+
+_Queue = SimpleQueue[tuple[PoolJob, Block] | None]
+
+
+def _serve(queue: _Queue, cores: frozenset[int] | None, ready: threading.Barrier) -> None:
+    torch.get_num_threads()  # a thread's first question sets its number to the default, so it comes before
+    torch.set_num_threads(1)
+    if cores is not None:
+        with suppress(OSError):  # where the cores of the process have changed, any will do
+            os.sched_setaffinity(0, cores)  # 0 is this thread
+    ready.wait()
+    while (taken := queue.get()) is not None:
+        job, block = taken
+        job.run(block)
+        del taken, job, block  # nothing is kept alive while this thread waits
+
+
+def _end(queue: _Queue, threads: Sequence[threading.Thread]) -> None:
+    for _ in threads:
+        queue.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # the garbage collector ends a pool wherever it likes
+            thread.join()
 
 
 def _nothing() -> None:
