@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from zerofold.memory import TierMemory
 from zerofold.memory.arena import HostArena
 from zerofold.memory.host import HostMemory, host_memory, peak_resident, usable_cores
+from zerofold.placement import Tier
 
 PAGE = 4096
 MIB, GIB = 2**20, 2**30
@@ -260,3 +262,14 @@ def test_the_peak_is_of_this_process() -> None:
     block = torch.ones(64 * MIB, dtype=torch.uint8)
     assert resident_bytes() <= peak_resident()
     assert block.nbytes < peak_resident()
+
+
+def test_memory_is_counted_while_an_update_takes_some() -> None:
+    memory = TierMemory(torch.device("cpu"), HostArena(pins=False), None)
+    taking = threading.Thread(target=lambda: [memory.borrow(8) for _ in range(1000)])
+    taking.start()
+    while taking.is_alive():
+        memory.bytes_by_state(Tier.HOST)
+    taking.join()
+    assert memory.bytes_by_state(Tier.HOST) == {"staging": 8000}
+    memory.close()

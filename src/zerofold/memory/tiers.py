@@ -52,10 +52,12 @@ class TierMemory:
 
     def give(self, tensor: Tensor) -> None:
         """Nobody may use it after this."""
-        block, tier, _, extent = self._blocks.pop(_address(tensor), (None, Tier.DEVICE, "", None))
-        if block is not None and tier is Tier.HOST and self.arena is not None:
-            self.arena.give(block)
-        elif extent is not None and self.disk is not None:
+        with self._lock:
+            block, tier, _, extent = self._blocks.pop(_address(tensor), (None, Tier.DEVICE, "", None))
+            if block is not None and tier is Tier.HOST and self.arena is not None:
+                self.arena.give(block)
+                return
+        if extent is not None and self.disk is not None:
             self.disk.give(extent)
             self._was_used = True
 
@@ -89,7 +91,9 @@ class TierMemory:
     def bytes_by_state(self, tier: Tier) -> dict[str, int]:
         """Off the device; what is on it belongs to whoever took it."""
         total: dict[str, int] = {}
-        for block, where, state, _ in self._blocks.values():
+        with self._lock:  # an update under way may borrow
+            blocks = list(self._blocks.values())
+        for block, where, state, _ in blocks:
             if where is tier:
                 total[state] = total.get(state, 0) + block.nbytes
         return total

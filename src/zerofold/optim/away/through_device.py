@@ -90,6 +90,7 @@ class DeviceUpdate:
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="zerofold states down")
         self._sent = torch.cuda.Event(blocking=True)  # the chunk before
         self._times = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._has_run = False  # since `begin`
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +99,7 @@ class DeviceUpdate:
     def begin(self, changed: set[object]) -> None:
         """What the step before has sent down may come up again now. `changed`: slabs that somebody else has changed."""
         torch.cuda.set_device(self._device)
-        self._first = []
+        self._first, self._has_run = [], False
         for key in [key for key in self._staged if key[0] in changed]:
             self._slots.appendleft(self._staged.pop(key))
         self._up.wait_stream(self._down)
@@ -120,8 +121,14 @@ class DeviceUpdate:
             self._staged[_key(chunk)] = slot
         self._first = []
 
+    def settle(self) -> None:
+        """Returns when nothing on its way up reads the host's memory any more, which may then get another owner."""
+        self._arrived.synchronize()
+
     def seconds(self) -> float:
-        """From the beginning until forward could use all that was updated, when that is over."""
+        """From the beginning until forward could use all that was updated, when that is over; 0 without a chunk."""
+        if not self._has_run:  # an event that was never recorded has no time
+            return 0.0
         self._times[1].synchronize()
         return self._times[0].elapsed_time(self._times[1]) / 1000
 
@@ -130,6 +137,7 @@ class DeviceUpdate:
 
     def run(self, chunk: Chunk) -> Ends:
         torch.cuda.set_device(self._device)
+        self._has_run = True
         slot = self._staged.pop(_key(chunk), None)
         is_here = slot is not None
         slot = slot or self._take_slot()

@@ -68,6 +68,8 @@ class Timing:
         if not 0 < self.together < 1:
             return  # one of them has nothing to do, and somebody wants it so
         is_alone = ran_with == 1
+        if is_alone and not self.device_seconds:
+            return  # nothing of what streams had a gradient
         self._took[is_alone].append(self.device_seconds if is_alone else max(self.host_seconds, self.device_seconds))
         if not is_alone and min(self.host_seconds, self.device_seconds) > 0:
             self._move(ran_with)

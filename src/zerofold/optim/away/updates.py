@@ -95,7 +95,8 @@ class AwayUpdates:
         self._host = HostUpdate(device, up, self._pool)
         self._through: DeviceUpdate | None = None
         trained = [slab for slab in slabs if slab.requires_grad and slab.is_away]
-        if way.device_share > 0 and any(slab.tier is Tier.HOST for slab in trained):
+        self._streaming = [slab for slab in trained if slab.tier is Tier.HOST and _can_stream(slab)]
+        if way.device_share > 0 and self._streaming:
             self._through = DeviceUpdate(device, up, ahead=way.ahead)
             self._device_worker = HostWorker(1, None)
         self._from_disk: DiskUpdate | None = None
@@ -104,7 +105,6 @@ class AwayUpdates:
         self._under_way: list[SlabUpdate] = []
         self._last: list[Job | PoolJob] = []
         self._timing = Timing(way.device_share if self._through is not None else 0.0)
-        self._streaming = [slab for slab in trained if slab.tier is Tier.HOST and _can_stream(slab)]
         self._keeps_gradients = way.keeps_gradients
         self._dealt_for: float | None = None  # the share by which parameters stream now
         self._ran_with: float | None = None  # that of the last update
@@ -190,6 +190,7 @@ class AwayUpdates:
         for job in self._last:
             job.wait()
         if self._through is not None:
+            self._through.settle()
             self._timing.device_seconds = self._through.seconds()
         self._under_way, self._last = [], []
 

@@ -1,0 +1,162 @@
+"""The update through a device without one: streams and events that do all at once, on the CPU.
+
+What runs beside what is for a real GPU to show. Here it is which chunk goes where, who waits for whom, and what becomes
+of a failure in one of the threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import raised
+from tests.test_offload import BF16_STATES, prepared, result, states, train
+
+import zerofold as zf
+from zerofold.engine import Engine
+from zerofold.optim.away import chunks, through_device
+from zerofold.optim.away.timing import Timing
+from zerofold.optim.away.updates import AwayUpdates, Way
+
+CPU = torch.device("cpu")
+
+
+class FakeEvent:
+    def __init__(self, **_: Any) -> None:
+        self.is_recorded, self.device = False, CPU
+
+    def record(self, stream: Any = None) -> None:
+        self.is_recorded = True
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        if not (self.is_recorded and end.is_recorded):
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return 1.0
+
+
+class FakeStream:
+    def __init__(self, *_: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent()
+        event.record()
+        return event
+
+
+@contextmanager
+def updated_through_the_device(
+    share: float, *, ahead: int = 0, tunes: bool = False, precision: Any = "bf16", place: Any = None
+) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
+    """A model whose offloaded states go through a device that is the host."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (chunks, through_device):
+            patch.setattr(module, "CHUNK", 2**9)  # so that a small model has many
+        for name, fake in {
+            "Stream": FakeStream,
+            "Event": FakeEvent,
+            "stream": lambda _: nullcontext(),
+            "current_stream": FakeStream,
+            "set_device": lambda _: None,
+            "synchronize": lambda _: None,
+        }.items():
+            patch.setattr(torch.cuda, name, fake)
+        options: dict[str, Any] = {"stage": 3, "precision": precision, "clip": 0.5, "one_pass": True}
+        model, optimizer = prepared(place or {"optimizer": "host"}, **options)
+        engine, way = Engine.of(model), Way(2, None, share, tunes, ahead=ahead)
+        transfers: Any = SimpleNamespace(device=CPU, is_async=True)
+        engine.updates = AwayUpdates(transfers, engine.offloading.memory, engine.slabs(), way)
+        yield model, optimizer
+        if Engine.is_on(model):
+            zf.close(model, gather=False)
+
+
+def places_that_differ() -> list[str]:
+    wrong = []
+    for place in ({"optimizer": "host"}, {"optimizer": "host", "parameters": "host"}):
+        expected = result(None, stage=3, precision="bf16")
+        for share, ahead in ((0.6, 0), (0.6, 3), (1.0, 5)):
+            with updated_through_the_device(share, ahead=ahead, place=place) as (model, optimizer):
+                train(model, optimizer, 3)
+                found = states(model, optimizer)
+                if not all(map(torch.equal, found, expected)):
+                    wrong.append(f"{place}, share {share}, {ahead} ahead")
+    return wrong
+
+
+def test_chunks_that_wait_on_the_device_are_those_on_the_host(ranks: Any) -> None:
+    assert ranks(1, places_that_differ) == [[]]
+
+
+def changed_between_steps() -> bool:
+    found = []
+    for share in (0.0, 1.0):
+        with updated_through_the_device(share, ahead=8) as (model, optimizer):
+            train(model, optimizer, 2)
+            with zf.full_params(model), torch.no_grad():
+                model[1].up.weight.mul_(0.5)
+            train(model, optimizer, 2, first=2)
+            found.append(states(model, optimizer))
+    return all(map(torch.equal, *found))
+
+
+def test_what_was_changed_between_steps_comes_up_again(ranks: Any) -> None:
+    assert ranks(1, changed_between_steps) == [True]
+
+
+def steps_without_a_chunk() -> list[float]:
+    taken = []
+    for share, precision in ((0.7, BF16_STATES), (1e-6, "bf16")):
+        with updated_through_the_device(share, tunes=True, ahead=2, precision=precision) as (model, optimizer):
+            train(model, optimizer, 4)
+            taken.append(zf.ledger(model).snapshot()["offload"]["update"]["device_elements"])
+    return taken
+
+
+def test_an_update_of_which_nothing_streams(ranks: Any) -> None:
+    """States that are rounded at random, or a share that is less than half of any parameter."""
+    assert ranks(1, steps_without_a_chunk) == [[0.0, 0.0]]
+
+
+def test_the_device_alone_is_not_taken_for_fast_where_it_had_nothing_to_do() -> None:
+    timing = Timing(0.5)
+    timing.steps, timing.host_seconds, timing.device_seconds = 10, 1.0, 1.0
+    timing.tune(0.5)
+    timing.device_seconds = 0.0
+    timing.tune(1.0)
+    assert timing.device_share == 0.5
+
+
+def failures(where: str) -> tuple[list[str], list[str]]:
+    before = set(threading.enumerate())
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the bus broke")
+
+    with updated_through_the_device(1.0, ahead=2) as (model, optimizer):
+        train(model, optimizer, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(through_device.DeviceUpdate, where, fail)
+            errors = [raised(lambda: (train(model, optimizer, 1, first=1), zf.full(model[0].weight)))]
+        errors += [raised(train, model, optimizer, 1, first=2), raised(zf.close, model)]
+    return errors, [thread.name for thread in set(threading.enumerate()) - before]
+
+
+@pytest.mark.parametrize("where", ["_send_down", "_bring", "_rooms_for_copies", "end"])
+def test_a_failure_in_either_thread_is_raised_and_the_threads_end(ranks: Any, where: str) -> None:
+    ((errors, left),) = ranks(1, failures, where)
+    assert all("the bus broke" in error for error in errors), errors
+    assert left == []
