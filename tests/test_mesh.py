@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.ranks import raised
 from torch import nn
 
 import zerofold as zf
@@ -76,3 +78,12 @@ def norms(stage: int) -> tuple[float, float]:
 def test_a_norm_counts_every_part_once(ranks: Any, stage: int) -> None:
     for got, expected in ranks(4, norms, stage):
         assert got == pytest.approx(expected, rel=1e-6)
+
+
+def mesh_of_one_s_own() -> str:
+    return raised(zf.mesh, device="cpu", **({"tensor": 2} if dist.get_rank() else {"data": 2}))
+
+
+def test_ranks_that_ask_for_different_meshes_are_told(ranks: Any) -> None:
+    said = "rank 0 asks for pipeline 1 x replicate 1 x data 2 x tensor 1, rank 1 for pipeline 1 x replicate 1 x data 1"
+    assert all(said in found for found in ranks(2, mesh_of_one_s_own))

@@ -184,3 +184,34 @@ def train_on_parts_of_the_sequence(schedule: str) -> tuple[list[float], list[flo
 def test_parts_of_the_sequence_pass_from_stage_to_stage(ranks: Any, schedule: str) -> None:
     for losses, expected in ranks(4, train_on_parts_of_the_sequence, schedule):
         assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def stages_that_differ(options: dict[str, Any]) -> str:
+    mesh, model = zf.mesh(pipeline=2, device="cpu"), make("gpt")
+    mine = options if dist.get_rank() else {}
+    pipe = zf.pipeline(model, mesh, **{"microbatches": 2, "schedule": "gpipe", "loss_fn": loss_fn} | mine)
+    zf.prepare(pipe, optimizer(pipe.parameters()), stage=1, mesh=mesh)
+    tokens, target = batch(0)
+    said = raised(pipe.step, tokens, target=target)
+    zf.close(pipe.model, gather=False)
+    return said
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 4}, {"schedule": "1f1b"}])
+def test_ranks_that_cut_a_pipeline_differently_are_told(ranks: Any, options: dict[str, Any]) -> None:
+    for said in ranks(2, stages_that_differ, options):
+        assert "rank 0 has '2 stages, 2 micro-batches, schedule gpipe', rank 1 '2 stages, " in said
+
+
+def placed_on_another_mesh(data: int | None) -> str:
+    mesh, model = zf.mesh(pipeline=2, device="cpu"), make("gpt")
+    pipe = zf.pipeline(model, mesh, microbatches=2, loss_fn=loss_fn)
+    other = None if data is None else zf.mesh(data=data, device="cpu")
+    return raised(zf.prepare, pipe, optimizer(pipe.parameters()), stage=1, mesh=other)
+
+
+@pytest.mark.parametrize("data", [None, 2])
+def test_stages_need_the_mesh_that_they_were_cut_for(ranks: Any, data: int | None) -> None:
+    for said in ranks(2, placed_on_another_mesh, data):
+        assert "zf.pipeline has cut this GPT over pipeline=2 ranks" in said
+        assert "pass the zf.mesh with which it was cut" in said

@@ -172,3 +172,22 @@ def loss_of_some_tokens() -> float:
 
 def test_tokens_of_cut_logits_can_be_chosen(ranks: Any) -> None:
     assert max(ranks(2, loss_of_some_tokens)) < 1e-6
+
+
+def placed_without_the_tensor_axis(stage: int, data: int | None, way: str) -> str:
+    mesh, model = tensor_mesh(), mlp()
+    if way == "zerofold":
+        zf.tensor_parallel(model, mesh)
+    else:
+        parallelize_module(model, mesh.along("tensor"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    other = None if data is None else zf.mesh(data=data, device="cpu")
+    return raised(zf.prepare, model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, mesh=other)
+
+
+@pytest.mark.parametrize("way", ["zerofold", "torch"])
+@pytest.mark.parametrize(("stage", "data"), [(1, None), (3, None), (3, 2)])
+def test_ranks_with_different_parts_are_not_taken_for_copies(
+    ranks: Any, stage: int, data: int | None, way: str
+) -> None:
+    for said in ranks(2, placed_without_the_tensor_axis, stage, data, way):
+        assert "has cut this Sequential over tensor=2" in said or "is a DTensor, and there is no mesh=" in said, said

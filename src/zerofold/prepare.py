@@ -31,7 +31,7 @@ from zerofold.offloading import Offloading, make_offloading
 from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
-from zerofold.parallel.marks import HoldsStages, is_cut_into_stages
+from zerofold.parallel.marks import HoldsStages, is_cut_into_stages, pipeline_ranks, tensor_ranks
 from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
@@ -189,6 +189,7 @@ def shard(
     """
     module = _placed(model)
     _check_ready(module)
+    _check_axes(module, mesh)
     if isinstance(mesh, Mesh):
         _spread(module, mesh)
     spread, mesh = (mesh, mesh.zero) if isinstance(mesh, Mesh) else (None, mesh)
@@ -300,6 +301,28 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
         finish_saving(engine)
     finally:
         engine.remove(gather=gather)
+
+
+def _check_axes(model: nn.Module, mesh: DeviceMesh | Mesh | None) -> None:
+    """ZeRO over ranks that hold other parts of the model would mix these, and their gradients, without a word."""
+    if not isinstance(mesh, Mesh) or mesh.tensor == 1:
+        spread = next((name for name, p in model.named_parameters() if hasattr(p, "placements")), None)
+        if spread is not None:
+            raise ValueError(
+                f"mesh: '{spread}' is a DTensor, and there is no mesh= with a tensor axis: pass mesh=zf.mesh(tensor=…)"
+            )
+    cut = {TENSOR: tensor_ranks(model), PIPELINE: pipeline_ranks(model)}
+    if isinstance(mesh, DeviceMesh):  # somebody has chosen the ranks by hand
+        return
+    for axis, ranks in cut.items():
+        given = 1 if mesh is None else mesh.size(axis)
+        if ranks > 1 and given != ranks:
+            how = "zf.tensor_parallel" if axis == TENSOR else "zf.pipeline"
+            has = "there is no mesh=" if mesh is None else f"that of mesh= has {given}"
+            raise ValueError(
+                f"mesh: {how} has cut this {type(model).__name__} over {axis}={ranks} ranks, and {has}: pass the "
+                "zf.mesh with which it was cut"
+            )
 
 
 def _spread(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer | None = None) -> None:

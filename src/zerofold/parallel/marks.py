@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from zerofold.parallel.mesh import Mesh
 from zerofold.part import part_of
 
 _ATTRIBUTE = "_zerofold_tensor_ranks"
@@ -30,6 +31,12 @@ def was_spread(model: nn.Module) -> bool:
     return any(_ATTRIBUTE in vars(module) for module in model.modules())
 
 
+def tensor_ranks(model: nn.Module) -> int:
+    """Over how many ranks the insides of the model's layers are cut; 1 where they are whole."""
+    found = (vars(module).get(_ATTRIBUTE) for module in model.modules())
+    return max((spread.ranks for spread in found if isinstance(spread, TensorSpread)), default=1)
+
+
 def sequence_ranks(model: nn.Module) -> int:
     """Over how many ranks the sequence is cut between the model's blocks; 1 where it is whole."""
     found = (vars(module).get(_ATTRIBUTE) for module in model.modules())
@@ -40,9 +47,16 @@ class HoldsStages:
     """Has a model that was cut into stages: `zf.Pipeline`."""
 
     model: nn.Module
+    mesh: Mesh
 
     def leave_on(self, model: nn.Module) -> None:
         vars(model)[_STAGES] = self
+
+
+def pipeline_ranks(model: nn.Module) -> int:
+    """Over how many ranks `zf.pipeline` has cut the model into stages; 1 where it has not."""
+    found = (vars(module).get(_STAGES) for module in model.modules())
+    return max((holder.mesh.pipeline for holder in found if isinstance(holder, HoldsStages)), default=1)
 
 
 def is_cut_into_stages(model: nn.Module) -> bool:

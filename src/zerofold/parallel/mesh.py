@@ -137,4 +137,21 @@ def mesh(
         raise ValueError(f"{asked} does not make {world} ranks, as many as there are: {fix}")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = device or ("cpu" if accelerator is None else accelerator.type)
-    return Mesh(init_device_mesh(kind, (pipeline, replicate, data, tensor), mesh_dim_names=AXES))
+    made = Mesh(init_device_mesh(kind, (pipeline, replicate, data, tensor), mesh_dim_names=AXES))
+    _check_same_on_all_ranks(made)
+    return made
+
+
+def _check_same_on_all_ranks(made: Mesh) -> None:
+    """Ranks with other groups than their neighbours would wait for each other for ever, or add up what differs."""
+    world = dist.get_world_size()
+    if world == 1 or dist.get_backend() == "fake":  # where nobody answers
+        return
+    shapes: list[str] = [""] * world
+    dist.all_gather_object(shapes, " x ".join(f"{axis} {made.size(axis)}" for axis in AXES))
+    odd = next((rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if odd is not None:
+        raise ValueError(
+            f"zf.mesh: rank 0 asks for {shapes[0]}, rank {odd} for {shapes[odd]}: call it with the same numbers on "
+            "every rank"
+        )

@@ -237,14 +237,26 @@ class Pipeline(HoldsStages):
         return [MicroBatch(*(map_tensors(part(number), each) for each in whole)) for number in range(count)]
 
     def _check_alike(self, batch: Any) -> None:
-        """Once: a sampler over all ranks would give the first stage other samples than the last has targets of."""
+        """Once: a sampler over all ranks would give the first stage other samples than the last has targets of. And
+        stages that count micro-batches in different ways would wait for each other for ever."""
         if self._has_looked or len(self._ranks) == 1:
             return
         self._has_looked = True
+        ranks = ", ".join(map(str, self._ranks))
         told: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(told, checksum(batch), group=self._group)
-        if len(set(told)) > 1:
-            ranks = ", ".join(map(str, self._ranks))
+        dist.all_gather_object(told, (str(self), checksum(batch)), group=self._group)
+        tables = [table for table, _ in told]
+        odd = next((index for index, table in enumerate(tables) if table != tables[0]), None)
+        if odd is not None:
+            self._has_looked = False
+            lines = zip(tables[0].splitlines(), tables[odd].splitlines(), strict=False)
+            first, other = next(((a, b) for a, b in lines if a != b), (tables[0], tables[odd]))
+            raise ValueError(
+                f"pipe.step: ranks {ranks} are stages of one pipeline and cut it differently: rank {self._ranks[0]} "
+                f"has '{' '.join(first.split())}', rank {self._ranks[odd]} '{' '.join(other.split())}'; call "
+                "zf.pipeline with the same arguments on every rank"
+            )
+        if len({batch for _, batch in told}) > 1:
             raise ValueError(
                 f"pipe.step: ranks {ranks} are stages of one pipeline and got different batches: give them the same, "
                 "chosen by mesh.coordinate['data']"
