@@ -251,6 +251,7 @@ def wrong_calls() -> list[str]:
         raised(accumulate, model, lambda model, batch: model(batch).sum().detach(), data),
         raised(accumulate, model, lambda model, batch: accumulate(model, lambda *_: None, [1]), data),
         raised(torch.no_grad()(accumulate), model, lambda model, batch: model(batch).sum(), data),
+        raised(accumulate, model, data, lambda model, batch: model(batch).sum()),
     ]
     zf.close(model)
     engine, *_ = zf.initialize(
@@ -271,6 +272,7 @@ def test_wrong_calls_are_told(ranks: Any) -> None:
         "without a graph",
         "inside a forward or a backward",
         "inside torch.no_grad()",
+        "loss_fn is a list and batches a function: give a function (model, batch) -> loss, and a list",
         "gradient_accumulation_steps=2",
     ]
     for error, part in zip(errors, expected, strict=True):

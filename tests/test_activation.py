@@ -349,6 +349,7 @@ def test_the_keys_of_deepspeed_say_where_inputs_wait(ranks: Any) -> None:
     ("how", "says"),
     [
         ({"every": 0}, "every=0: give the number of blocks"),
+        ({"policy": "mm"}, "policy='mm': give a list of operators"),
         ({"keep": "moon"}, "keep='moon': use"),
         ({"keep": "nvme"}, "needs a folder on the disk: add path="),
         ({"keep": "host", "contiguous": True}, "contiguous=True is for keep="),

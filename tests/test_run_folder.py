@@ -194,6 +194,26 @@ def test_the_built_in_job_writes_them_too(ranks: RankPool, tmp_path: Path) -> No
     assert said[2].startswith("Predicted / measured peak in MiB on rank 0: ")
 
 
+def offloaded_job(out: Path) -> None:
+    options = TrainOptions(
+        out=out,
+        gpt=GPTConfig(layers=2, hidden=32, heads=2, seq=32),
+        plain=True,
+        sample_bytes=4,
+        steps=2,
+        batch=2,
+        offload="host",
+    )
+    train(options, dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
+def test_a_state_in_host_memory_is_named_so(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(1, offloaded_job, tmp_path / "run")
+    _, ledger, _ = read(tmp_path / "run")
+    assert [line["where"] for line in ledger["predicted"] if line["line"] == "optimizer"] == ["host"]
+    assert ", optimizer (host) " in ending(ledger)[2]
+
+
 def test_a_gpu_run_is_told_what_it_will_need() -> None:
     """The prediction itself is the plan's; here it is made from the job's own model and batch."""
     options = TrainOptions(out=Path("nowhere"), precision="bf16", gpt=GPTConfig(layers=2, hidden=64, heads=2, seq=64))

@@ -62,7 +62,13 @@ def accumulate(model: Model, loss_fn: Callable[[Model, Batch], Tensor], batches:
     torch.Size([])
     >>> zf.close(model)
     """
-    engine, micro_batches = Engine.of(model), list(batches)
+    engine = Engine.of(model)
+    if not callable(loss_fn) or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        raise TypeError(
+            f"zf.accumulate(model, loss_fn, batches): loss_fn is a {type(loss_fn).__name__} and batches a "
+            f"{type(batches).__name__}: give a function (model, batch) -> loss, and a list of micro-batches"
+        )
+    micro_batches = list(batches)
     if not micro_batches:
         raise ValueError("zf.accumulate: batches is empty: give at least one micro-batch")
     if not torch.is_grad_enabled():

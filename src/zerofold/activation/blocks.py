@@ -82,6 +82,8 @@ def checkpoint_blocks(
         raise ValueError("checkpoint_blocks was called on this model already: call remove() on what it returned first")
     if contiguous and keep != "device":
         raise ValueError(f'contiguous=True is for keep="device", not for keep={keep!r}: leave it out')
+    if policy is not None and not callable(policy) and not isinstance(policy, list):
+        raise ValueError(f"policy={policy!r}: give a list of operators ([torch.ops.aten.mm.default]) or a function")
     if policy is not None and use_reentrant:
         raise ValueError("policy= needs a checkpoint that is not reentrant: leave use_reentrant=True out")
     if keep != AUTO and budget is not None:

@@ -13,6 +13,7 @@ from zerofold.observe.predicted import BYTES, Workload, predictions
 from zerofold.observe.recording import Recording
 from zerofold.offload.budget import device_memory
 from zerofold.optim.adam import why_not_one_pass
+from zerofold.placement import Tier
 from zerofold.plan.presets import peak_flops as preset_flops
 from zerofold.plan.presets import preset_of
 
@@ -130,8 +131,13 @@ def ending(book: dict[str, Any]) -> list[str]:
     ]
     compared = [row for row in book["predicted"] if row["unit"] == BYTES and row["measured"] is not None]
     if compared:
-        each = [f"{row['line']} {row['predicted'] / MIB:.1f} / {row['measured'] / MIB:.1f}" for row in compared]
+        each = [f"{_named(row)} {row['predicted'] / MIB:.1f} / {row['measured'] / MIB:.1f}" for row in compared]
         lines.append(f"Predicted / measured peak in MiB on rank {book['rank']}: {', '.join(each)}.")
     if book["hints"]:
         lines.append(f"Hint: {book['hints'][0]}")
     return lines
+
+
+def _named(row: dict[str, Any]) -> str:
+    """With its memory where that is not the device's: a state may be in two."""
+    return row["line"] if row["where"] == Tier.DEVICE.value else f"{row['line']} ({row['where']})"

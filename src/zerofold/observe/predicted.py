@@ -22,6 +22,7 @@ from zerofold.plan.traffic import traffic
 
 BYTES, SECONDS = "bytes", "seconds"
 TIME = "time"
+_COUNTERS = 2**16  # bytes: a number per parameter, which optimizers keep beside their states, is nothing to compare
 
 
 class Line(NamedTuple):
@@ -121,7 +122,12 @@ def predictions(
         replace(point, pipeline=stages),
         with_activations=False,
     )
-    return Predicted([line for line in found if line.predicted or line.measured], sent.bytes)
+    return Predicted([line for line in found if _says_something(line)], sent.bytes)
+
+
+def _says_something(line: Line) -> bool:
+    least = _COUNTERS if line.unit == BYTES else 0
+    return bool(line.predicted) or (line.measured or 0) > least
 
 
 def _of_workload(

@@ -72,7 +72,7 @@ class HostPool:
     When a block fails, what was submitted after it is not run but fails with the same exception, until somebody has
     waited for it: a step of which a part was not updated must not go on as if it were whole.
 
-    A process that ends first finishes what was submitted: a thread that is ended inside torch takes the process with it.
+    A process that ends first finishes what was submitted: a thread that is ended inside torch would abort it.
 
     >>> pool, done = HostPool(2), []
     >>> pool.submit([lambda: done.append(torch.get_num_threads())] * 3, lambda: done.append(0)).wait()

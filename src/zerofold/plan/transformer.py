@@ -118,6 +118,8 @@ def from_parameters(
     >>> large.layers, large.hidden, large.heads
     (72, 9216, 72)
     """
+    if not isinstance(count, int | float):
+        raise TypeError(f"params={count!r} must be a number of parameters, such as 7.5e9")
     if not 1e3 <= count <= LARGEST_PARAMETERS:
         raise ValueError(f"--params {count:g} is out of range; give a number from 1e3 to {LARGEST_PARAMETERS:g}")
     total = int(count)
