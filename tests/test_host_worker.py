@@ -8,13 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from zerofold.optim.away import on_host
+from zerofold.optim.away.chunks import Piece, Scaling
 from zerofold.optim.away.updates import Timing
+from zerofold.optim.host_pool import HostPool
 from zerofold.optim.host_speed import host_candidates, measure_host_update
 from zerofold.optim.host_worker import HostWorker
+from zerofold.optim.onepass import AdamSettings
 
 
 def test_work_runs_in_order_and_beside_the_caller() -> None:
@@ -162,3 +169,24 @@ HostPool(2).submit([lambda: [state.add_(1) for _ in range(20)]] * 10, lambda: pr
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "200\n"), ended.stderr
+
+
+def test_numbers_of_a_step_are_shared_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks in host memory are submitted by the main thread, those from a file by another."""
+    monkeypatch.setattr(on_host, "_MANY", 1)
+    pool = HostPool(1)
+    update, scaling = on_host.HostUpdate(torch.device("cpu"), None, pool), Scaling(None, None)
+    settings = AdamSettings(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True, maximize=False)
+    interval = sys.getswitchinterval()
+
+    def ask(first: int) -> bool:
+        asked: Any = [(SimpleNamespace(scaling=scaling), Piece(0, 1, torch.ones(1), settings, first, 0))] * 5000
+        return all(update._numbers_of(*each).step[0].item() == first for each in asked)
+
+    try:
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(2) as threads:
+            assert all(threads.map(ask, range(2)))
+    finally:
+        sys.setswitchinterval(interval)
+        pool.close()

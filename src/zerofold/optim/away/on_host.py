@@ -37,11 +37,10 @@ class HostUpdate:
 
     def _numbers_of(self, chunk: Chunk, piece: Piece) -> Numbers:
         key = (piece.settings, piece.step, chunk.scaling)
-        if key not in self._numbers:
-            if len(self._numbers) >= _MANY:
-                self._numbers.clear()
+        numbers = self._numbers.get(key)
+        if numbers is None:
             scale, its = chunk.scaling.tensor("cpu"), piece.settings
-            self._numbers[key] = Numbers(
+            numbers = Numbers(
                 step=[torch.tensor(float(piece.step))],
                 divisor=None if scale is None else scale.reciprocal(),
                 decoupled=its.decoupled,
@@ -52,7 +51,10 @@ class HostUpdate:
                 eps=its.eps,
                 maximize=its.maximize,
             )
-        return self._numbers[key]
+            if len(self._numbers) >= _MANY:
+                self._numbers.clear()
+            self._numbers[key] = numbers
+        return numbers  # not looked up again: chunks from a file come in another thread, which may have cleared it
 
     def _update(self, work: _PieceWork, first: int) -> None:
         if not hasattr(self._rooms, "room"):
