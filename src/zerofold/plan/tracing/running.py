@@ -23,6 +23,7 @@ from zerofold.entry import dtypes_of
 from zerofold.loss_scale import LossScaler
 from zerofold.nested import map_tensors, tensors_in
 from zerofold.plan.shape import Phase
+from zerofold.plan.tracing.answers import Answers
 from zerofold.plan.tracing.kernels import DeviceKernels
 from zerofold.plan.tracing.recording import BecameGradient, Entered, Recorder, Recording, SlabComplete
 from zerofold.plan.tracing.shadow import Shadow
@@ -43,13 +44,15 @@ def record(
     keepers: Sequence[nn.Module],
     loss: Loss | None,
     buffer_bytes: int,
+    answers: Answers | None = None,
 ) -> Recording:
-    """Runs `samples` samples like the example's through forward and backward."""
+    """Runs `samples` samples like the example's through forward and backward. `answers`: what earlier runs of the same
+    trace have found out, which this one adds to."""
     recording = Recording(samples)
     args, kwargs = _batch(example, samples)
     boundary = Boundary(policy, LossScaler(policy.scaling))
     boundary.look(shadow.model)
-    recorder = Recorder(recording, device, shadow.states)
+    recorder = Recorder(recording, device, shadow.states, answers)
     recording.events.append(Entered(Phase.FORWARD, 0))
     recorder.adopt(tensors_in((args, kwargs)))
     inputs: set[int] = set()

@@ -12,6 +12,7 @@ from zerofold.entry import Entry
 from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.nested import tensors_in
 from zerofold.plan.shape import Activity, ModelShape, Moment, UnitShape
+from zerofold.plan.tracing.answers import Answers
 from zerofold.plan.tracing.moments import Stretch, fit, line_through, logits_of, moments, read
 from zerofold.plan.tracing.recording import Recording
 from zerofold.plan.tracing.running import Loss, record
@@ -65,6 +66,7 @@ def trace(
     shapes, groups = _unit_shapes(shadow)
     notes: list[str] = []
     activities: dict[int, Activity] = {}
+    answers = Answers()
     for interval in checkpoint_every:
         if interval < 0:
             raise ValueError(f"checkpoint_every has {interval}; give 0 (keep everything) or a number of blocks")
@@ -81,6 +83,7 @@ def trace(
                 keepers=keepers,
                 loss=loss,
                 buffer_bytes=buffer_bytes or default_buffer_bytes(device_like),
+                answers=answers,
             )
 
         recordings = [run(samples) for samples in (*FITTED, 1)]
