@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from zerofold.bench import plan
 from zerofold.bench.plan import all_runs, summarise
-from zerofold.bench.plan_predicted import Run
-from zerofold.bench.plan_worker import Compared
+from zerofold.bench.plan_predicted import Compared, Failed, Run
+from zerofold.bench.plan_worker import Measured, PlanTask, measure_model
+from zerofold.bench.streams import Stream, StreamFailed
 from zerofold.cli import build_app
 
 
@@ -27,6 +32,71 @@ def test_a_tiny_model_takes_what_the_plan_says_on_every_row(tmp_path) -> None:
     assert found["worst"] < 0.005
     peaks = {(run["run"]["world"], run["run"]["stage"]): run["measured_bytes"] for run in found["runs"]}
     assert peaks[8, 0] > peaks[8, 1] >= peaks[8, 2] > peaks[8, 3]
+    assert found["spent_s"]["gpt"]["measured steps"] > 0
+
+
+def test_experts_run_through_every_row() -> None:
+    found = json.loads(invoke("--only", "mixtral", "--batches", "2", "--json").stdout)
+    assert not found["errors"]
+    assert sorted({run["run"]["stage"] for run in found["runs"]}) == [0, 1, 2, 3]
+    assert len(found["runs"]) == 10
+    assert found["worst"] < 0.005
+
+
+def peaks_of(*runs: Run) -> dict[Run, int]:
+    with Stream(measure_model, PlanTask(model="gpt", device="cpu", precision="fp32", runs=runs)) as found:
+        return {each.run: each.peak_bytes for each in found if isinstance(each, Measured)}
+
+
+def test_a_row_shows_what_it_shows_in_a_process_of_its_own() -> None:
+    first, later = (Run(stage=stage, world=8, batch=2, checkpointing=True) for stage in (0, 3))
+    assert peaks_of(first, later)[later] == peaks_of(later)[later]
+
+
+def three_and_a_crash() -> Iterator[int]:
+    yield from range(3)
+    os._exit(7)
+
+
+def two_and_an_error() -> Iterator[int]:
+    yield from range(2)
+    raise ValueError("no\nmore")
+
+
+@pytest.mark.parametrize(
+    ("source", "kept", "message"),
+    [
+        (three_and_a_crash, [0, 1, 2], "the process ended with exit code 7 and no error"),
+        (two_and_an_error, [0, 1], "ValueError: no more"),
+    ],
+)
+def test_what_came_before_a_process_died_is_there(
+    source: Callable[[], Iterator[int]], kept: list[int], message: str
+) -> None:
+    found = []
+    with pytest.raises(StreamFailed, match=message), Stream(source) as numbers:
+        for number in numbers:
+            found.append(number)
+    assert found == kept
+
+
+def test_a_bench_that_is_stopped_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "plan.json", []
+
+    def stopped(*_: object) -> Iterator[Compared | Failed]:
+        for number in range(3):
+            yield compared(1000 + number)
+            seen.append(len(json.loads(path.read_text())["runs"]))
+        yield Failed("t5", "no memory")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "compare_models", stopped)
+    assert invoke("--out", str(path)).exit_code
+    assert seen == [1, 2, 3]
+    left = json.loads(path.read_text())
+    assert [run["predicted_bytes"] for run in left["runs"]] == [1000, 1001, 1002]
+    assert left["errors"] == {"t5": "no memory"}
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
 
 
 def compared(predicted: int, measured: int = 1000, seconds: float | None = None) -> Compared:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
@@ -16,6 +17,7 @@ from measured import peak_of_step
 from zerofold.bench.gpt import GPT, GPTSize
 from zerofold.plan.shape import Activity, Phase
 from zerofold.plan.tracing import trace
+from zerofold.plan.tracing.answers import Answers
 
 SIZE = GPTSize(vocab=512, width=128, layers=4, heads=4, seq=64)
 TOLERANCE = 0.02
@@ -71,6 +73,48 @@ def test_other_models_take_what_was_traced(name: str) -> None:
         for samples in (2, 5):
             real = peak_of_step(model, zoo_batch(entry, samples))
             assert peak(shape.activity(interval), samples) == pytest.approx(real, rel=TOLERANCE), (interval, samples)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
+def test_what_is_remembered_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = zoo.ZOO[name]
+    with torch.device("meta"):
+        model, example = zoo.build(entry), entry.batch(torch.Generator())
+    kept = trace(model, example)
+    monkeypatch.setattr(Answers, "find", lambda self, key: None)
+    assert trace(model, example) == kept
+
+
+@pytest.mark.parametrize(
+    ("call", "is_kept"),
+    [
+        (lambda x: torch.ops.aten.add.Tensor(x, x), True),
+        (lambda x: torch.ops.aten._unsafe_view.default(x, [6]), False),  # shares memory, and its schema says nothing
+        (lambda x: torch.ops.aten.view.default(x, [6]), False),
+        (lambda x: torch.ops.aten.add_.Tensor(x, x), False),
+    ],
+    ids=["add", "unsafe view", "view", "in place"],
+)
+def test_only_new_tensors_are_remembered(call: Callable[[Tensor], Tensor], is_kept: bool) -> None:
+    answers, ones, seen = Answers(), torch.ones(2, 3, device="meta"), []
+
+    class Asks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            key = answers.key(func, args, kwargs or {})
+            found = func(*args, **(kwargs or {}))
+            answers.keep(key, [arg for arg in args if isinstance(arg, Tensor)], found, None)
+            seen.append(answers.find(key) is not None)
+            return found
+
+    with Asks():
+        call(ones)
+    assert seen == [is_kept]
+
+
+def test_equal_numbers_of_other_types_are_other_questions() -> None:
+    x, add = torch.ones(2, dtype=torch.int64, device="meta"), torch.ops.aten.add.Scalar
+    keys = {Answers().key(add, (x, value), {}) for value in (1, 1.0, True)}
+    assert len(keys) == 3
 
 
 def test_a_model_that_checkpoints_by_itself_is_followed() -> None:

@@ -15,6 +15,8 @@ _MEASURED = "measured: "
 class CudaMeter:
     """By the allocator's own count."""
 
+    counts_at_once = True
+
     def __init__(self) -> None:
         self._peaks: dict[str, int] = {}
 
@@ -35,7 +37,10 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """The CPU's allocator keeps no count, so torch's profiler logs every allocation from the first one on."""
+    """The CPU's allocator keeps no count, so torch's profiler logs every allocation from the first one on. Its log
+    is read when nobody is watching any more."""
+
+    counts_at_once = False
 
     def __init__(self) -> None:
         self._profile: Any = None

@@ -7,9 +7,12 @@ sizes are right. A rank alone is timed as well.
 from __future__ import annotations
 
 import json
+import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,9 +24,10 @@ from rich.table import Table
 
 from zerofold.bench.machine import check_folder_of, choose_device, describe_software, parse_stages
 from zerofold.bench.plan_models import NAMES, plan_model
-from zerofold.bench.plan_predicted import Run
-from zerofold.bench.plan_worker import Compared, PlanTask, measure_model
-from zerofold.launch import RankFailed, run_ranks
+from zerofold.bench.plan_predicted import Compared, Failed, Rates, Run, peak_bytes, step_seconds
+from zerofold.bench.plan_worker import Measured, PlanTask, Spent, measure_model, trace_models
+from zerofold.bench.streams import Stream, StreamFailed
+from zerofold.plan.shape import ModelShape
 
 WORST, MEDIAN = 0.05, 0.02
 """Of peaks: as far as any may be off, and the median of all."""
@@ -43,8 +47,64 @@ def all_runs(stages: Sequence[int], world: int, batches: Sequence[int], *, alone
     )
 
 
-def summarise(results: Sequence[Compared], errors: dict[str, str], device: str) -> dict[str, Any]:
-    """The JSON object; `ok` is False where a run is missing or too far off."""
+def compare_models(names: Sequence[str], device: str, runs: tuple[Run, ...]) -> Iterator[Compared | Spent | Failed]:
+    """One model after the other has the device to itself. Beside it another process traces, and the next one starts.
+
+    tracer    imports | gpt | llama | t5 | vit | mixtral |
+    gpt       imports | runs            |
+    llama             | imports, waits  | runs            |
+    t5                                  | imports, waits  | …
+    """
+    tasks = [PlanTask(model=name, device=device, precision=PRECISION[device], runs=runs) for name in names]
+    with Stream(trace_models, names, device, PRECISION[device]) as tracer, ExitStack() as all_processes:
+        tracer.begin()
+        shapes = iter(tracer)
+        measuring = all_processes.enter_context(Stream(measure_model, tasks[0]))
+        for task, after in zip_longest(tasks, tasks[1:]):
+            measuring.begin()
+            following = all_processes.enter_context(Stream(measure_model, after)) if after else measuring
+            try:
+                yield from _compare_model(task, measuring, next(shapes))
+            except StreamFailed as error:
+                yield Failed(task.model, str(error))
+            measuring.end()  # before the next one begins: its memory must be gone
+            measuring = following
+
+
+def _compare_model(
+    task: PlanTask, measuring: Iterable[Rates | Measured | Spent], shape: ModelShape | Failed
+) -> Iterator[Compared | Spent | Failed]:
+    if isinstance(shape, Failed):
+        yield shape
+        return
+    rates: Rates | None = None
+    for news in measuring:
+        if isinstance(news, Rates):
+            rates = news
+        elif isinstance(news, Spent):
+            yield news
+        else:
+            predicted = None
+            if news.step_s is not None and rates is not None:
+                predicted = step_seconds(shape, news.run, task.precision, task.device, rates)
+            yield Compared(
+                model=task.model,
+                parameters=shape.parameters,
+                run=news.run,
+                predicted_bytes=peak_bytes(shape, news.run, task.precision, task.device),
+                measured_bytes=news.peak_bytes,
+                predicted_s=predicted,
+                measured_s=news.step_s,
+            )
+
+
+def summarise(
+    results: Sequence[Compared],
+    errors: dict[str, str],
+    device: str,
+    spent: dict[str, dict[str, float]] | None = None,
+) -> dict[str, Any]:
+    """The JSON object; `ok` is False where a run is missing or too far off. `spent`: what the bench itself took."""
     off = [abs(result.off) for result in results]
     time_off = [abs(result.time_off) for result in results if result.time_off is not None]
     is_close = bool(off) and max(off) <= WORST and statistics.median(off) <= MEDIAN
@@ -57,6 +117,7 @@ def summarise(results: Sequence[Compared], errors: dict[str, str], device: str) 
         "median": statistics.median(off) if off else None,
         "time_worst": max(time_off, default=None),
         "time_median": statistics.median(time_off) if time_off else None,
+        "spent_s": spent or {},
         "errors": errors,
         "ok": is_close and is_in_time and not errors,
     }
@@ -112,7 +173,7 @@ def bench_plan_command(
     alone: Annotated[bool, typer.Option(help="A rank alone as well; on a GPU it is timed.")] = True,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file, after every model.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file, after every run.")] = None,
 ) -> None:
     """Compare predicted with measured peaks and step times, over models, rows, batches and checkpointing.
 
@@ -141,19 +202,20 @@ def bench_plan_command(
     runs = all_runs(chosen, world, samples, alone=alone)
     results: list[Compared] = []
     errors: dict[str, str] = {}
+    spent: dict[str, dict[str, float]] = {}
     summary: dict[str, Any] = {}
     with Console(stderr=True).status("starting") as status:
-        for name in names:
-            status.update(name)
-            task = PlanTask(model=name, device=device, precision=PRECISION[device], runs=runs)
-            try:
-                (compared,) = run_ranks(measure_model, 1, task)
-                results += compared
-            except RankFailed as error:
-                errors[name] = str(error)
-            summary = summarise(results, errors, device)
+        for news in compare_models(names, device, runs):
+            if isinstance(news, Compared):
+                results.append(news)
+                status.update(f"{news.model}: {sum(each.model == news.model for each in results)} of {len(runs)} runs")
+            elif isinstance(news, Spent):
+                spent[news.model] = news.seconds
+            else:
+                errors[news.model] = news.message
+            summary = summarise(results, errors, device, spent)
             if out is not None:
-                out.write_text(json.dumps(summary, indent=2) + "\n")
+                _write_whole(out, json.dumps(summary, indent=2) + "\n")
     if as_json:
         typer.echo(json.dumps(summary))
     else:
@@ -168,3 +230,10 @@ def _parse_batches(text: str) -> tuple[int, ...]:
         if not part.isdecimal() or int(part) < 1:
             raise ValueError(f"--batches has {part!r}; give numbers of samples, with commas")
     return tuple(int(part) for part in parts)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A bench that is killed while it writes leaves what it had written before."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(text)
+    new.replace(path)

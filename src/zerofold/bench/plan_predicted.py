@@ -71,3 +71,34 @@ def peak_bytes(shape: ModelShape, run: Run, precision: str, device: str) -> int:
 
 def step_seconds(shape: ModelShape, run: Run, precision: str, device: str, rates: Rates) -> float:
     return times(shape, machine_of(device, run.world, rates), point_of(run, precision, device)).step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One run, predicted and measured. Seconds of a rank alone on a GPU."""
+
+    model: str
+    parameters: int
+    run: Run
+    predicted_bytes: int
+    measured_bytes: int
+    predicted_s: float | None = None
+    measured_s: float | None = None
+
+    @property
+    def off(self) -> float:
+        """What the prediction is over what was measured; negative where it is under."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def time_off(self) -> float | None:
+        if self.predicted_s is None or self.measured_s is None:
+            return None
+        return self.predicted_s / self.measured_s - 1
+
+
+class Failed(NamedTuple):
+    """A model whose runs are missing, or those after some."""
+
+    model: str
+    message: str
