@@ -75,17 +75,21 @@ def tensors_of(out: Path) -> dict[str, torch.Tensor]:
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
     ranks: RankPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    options = {"batch": 2, "save_every": 5} | options
+    options = {"batch": 2, "save_every": 5, "csv": True} | options
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     first = ranks(2, run_tiny, whole, **options)[0]
     # Step 10 is reported, and taken again: the last checkpoint is that of step 5.
     ranks(2, raised, run_tiny, cut, crash_after=9, **options | {"save_every": 5})
     with (cut / "metrics.jsonl").open("a") as file:
         file.write('{"step": 10, "loss": 1.0}\n{"step": 10')  # as a kill in the middle of a line leaves it
+    (cut / "csv" / "train_loss.csv").write_text("step,loss\n10,1.0\n1")
     second = ranks(2, run_tiny, cut, resume=True, **options)[0]
     assert (second.loss, second.validation_loss, second.sample) == (first.loss, first.validation_loss, first.sample)
     assert (second.first_loss, second.steps, second.tokens) == (first.first_loss, 16, first.tokens)
     assert metrics_of(cut) == metrics_of(whole)
+    one, other = ((out / "csv" / "train_loss.csv").read_text() for out in (whole, cut))
+    assert one == other
+    assert [line.split(",")[0] for line in one.splitlines()] == ["step", "10", "16"]
     expected, found = tensors_of(whole), tensors_of(cut)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -18,8 +18,9 @@ import zerofold as zf
 from models import Block as TinyBlock
 from models import TinyGPT
 from ranks import RankPool, raised
+from zerofold.config import FileMonitor
 from zerofold.observe.book import ending, mfu
-from zerofold.observe.monitors import Event, PrometheusWriter
+from zerofold.observe.monitors import CsvWriter, Event, PrometheusWriter
 from zerofold.observe.run_files import RunFiles
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Point
@@ -240,3 +241,17 @@ def test_flops_are_those_that_torch_counts() -> None:
 def test_one_folder_is_needed_on_every_rank_alike(ranks: RankPool, tmp_path: Path) -> None:
     (message,) = ranks(1, raised, own_loop, tmp_path / "run", 3, None, wandb="no such package here")
     assert "pip install wandb" in message
+
+
+def test_rows_of_steps_that_are_taken_again_are_dropped(tmp_path: Path) -> None:
+    """Others' files and rows up to the step stay as they are."""
+    settings, own, foreign = FileMonitor("csv_monitor", str(tmp_path), "csv"), "train_loss.csv", "notes.csv"
+    CsvWriter(settings).write([Event("train/loss", 1 / step, step) for step in (10, 20, 30)])
+    (tmp_path / "csv" / foreign).write_text("day,mood\n40,good\n")
+    CsvWriter(settings).write([])  # who knows of no step drops nothing
+    assert len((tmp_path / "csv" / own).read_text().splitlines()) == 4
+    CsvWriter(settings, after=20).write([Event("train/loss", 0.5, 30)])
+    assert (tmp_path / "csv" / own).read_text() == "step,loss\n10,0.1\n20,0.05\n30,0.5\n"
+    CsvWriter(settings, after=0)
+    assert (tmp_path / "csv" / own).read_text() == "step,loss\n"
+    assert (tmp_path / "csv" / foreign).read_text() == "day,mood\n40,good\n"

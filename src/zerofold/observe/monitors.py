@@ -39,11 +39,15 @@ class CsvWriter:
     step,lr
     8,0.1
     <BLANKLINE>
+
+    `after`: the step that a run goes on from. Later lines of files that are there are dropped: they are taken again.
     """
 
-    def __init__(self, settings: FileMonitor) -> None:
+    def __init__(self, settings: FileMonitor, *, after: int | None = None) -> None:
         self._folder = Path(settings.output_path) / settings.job_name
         self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.glob("*.csv") if after is not None else ():
+            _drop_after(path, after or 0)
 
     def write(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -58,10 +62,35 @@ class CsvWriter:
         """Every event is on disk already."""
 
 
+def _drop_after(path: Path, step: int) -> None:
+    """Also a last line that a kill has cut off. All of the file or nothing is replaced."""
+    header, *lines = path.read_text().splitlines(keepends=True) or [""]
+    if not header.startswith("step,"):
+        return  # somebody else's
+    kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
+    if kept != lines:
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        new.write_text("".join([header, *kept]))
+        new.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """Infinite, where there is none."""
+    try:
+        return int(line.partition(",")[0])
+    except ValueError:
+        return math.inf
+
+
 class TensorBoardWriter:
-    def __init__(self, settings: FileMonitor) -> None:
+    """`after`: as for CSV files; TensorBoard itself hides what it finds of later steps."""
+
+    def __init__(self, settings: FileMonitor, *, after: int | None = None) -> None:
         module = importlib.import_module("torch.utils.tensorboard")
-        self._writer: Any = module.SummaryWriter(log_dir=str(Path(settings.output_path) / settings.job_name))
+        self._writer: Any = module.SummaryWriter(
+            log_dir=str(Path(settings.output_path) / settings.job_name),
+            purge_step=None if after is None else after + 1,
+        )
 
     def write(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -152,8 +181,11 @@ def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def make_writers(monitors: Iterable[FileMonitor | WandbMonitor], *, rank: int) -> list[Writer]:
-    """On the first rank alone; every rank says so where a package is missing, so that none waits for another."""
+def make_writers(
+    monitors: Iterable[FileMonitor | WandbMonitor], *, rank: int, after: int | None = None
+) -> list[Writer]:
+    """On the first rank alone; every rank says so where a package is missing, so that none waits for another. `after`:
+    the step that a run goes on from, whose later numbers are to go; None where nobody knows."""
     writers: list[Writer] = []
     for monitor in monitors:
         if is_missing(monitor.kind):
@@ -162,7 +194,7 @@ def make_writers(monitors: Iterable[FileMonitor | WandbMonitor], *, rank: int) -
                 f"pip install {monitor.kind}, or use csv_monitor"
             )
         if rank == 0:
-            writers.append(_make(monitor))
+            writers.append(_make(monitor, after))
     return writers
 
 
@@ -175,7 +207,8 @@ def is_missing(kind: str) -> bool:
     return kind in ("tensorboard", "wandb") and importlib.util.find_spec(kind) is None
 
 
-def _make(monitor: FileMonitor | WandbMonitor) -> Writer:
+def _make(monitor: FileMonitor | WandbMonitor, after: int | None) -> Writer:
     if isinstance(monitor, WandbMonitor):
         return WandbWriter(monitor)
-    return CsvWriter(monitor) if monitor.kind == "csv_monitor" else TensorBoardWriter(monitor)
+    kind = CsvWriter if monitor.kind == "csv_monitor" else TensorBoardWriter
+    return kind(monitor, after=after)

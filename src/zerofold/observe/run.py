@@ -35,7 +35,8 @@ class Run:
     said once, and numbers are missing.
 
     every           steps from one line of metrics to the next
-    after           the step that a run goes on from; its lines after that are dropped, with 0 all of them
+    after           the step that a run goes on from; its lines after that are dropped, with 0 all of them,
+                    and so are those of its CSV files
     flops_per_step  what a step has to compute on one rank, for MFU; by default 6 × parameters × tokens, attention left
                     out
     peak_flops      what a device can compute in a second, for MFU; by default its preset's, where it has one
@@ -118,7 +119,7 @@ class Run:
             raise ValueError(f"{folder} cannot be a run folder ({error.strerror}): name another") from error
         self._tokens = self._tokens_before = self.files.last_number("tokens")
         self._started -= self.files.last_number("seconds")
-        self._writers = _writers(folder, *wanted)
+        self._writers = _writers(folder, after, *wanted)
 
     def __enter__(self) -> Run:
         return self
@@ -286,7 +287,7 @@ def check_writers(*, tensorboard: bool, wandb: str | None) -> None:
 
 
 def _writers(
-    folder: Path, csv: bool, tensorboard: bool, prometheus: str | os.PathLike[str] | None, wandb: str | None
+    folder: Path, after: int, csv: bool, tensorboard: bool, prometheus: str | os.PathLike[str] | None, wandb: str | None
 ) -> list[Writer]:
     wanted: list[FileMonitor | WandbMonitor] = []
     if csv:
@@ -295,7 +296,7 @@ def _writers(
         wanted.append(FileMonitor("tensorboard", str(folder), "tensorboard"))
     if wandb is not None:
         wanted.append(WandbMonitor(wandb, None, None))
-    found = make_writers(wanted, rank=0)
+    found = make_writers(wanted, rank=0, after=after)
     return found if prometheus is None else [*found, PrometheusWriter(prometheus, {"run": folder.name})]
 
 
