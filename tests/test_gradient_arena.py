@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import zerofold as zf
@@ -90,3 +93,55 @@ def several_alike() -> bool:
 @pytest.mark.parametrize("world", [1, 2])
 def test_sums_and_clearing_are_as_without(ranks: Any, world: int) -> None:
     assert ranks(world, several_alike) == [True] * world
+
+
+def predicted_lines(folder: Path, stage: int, precision: str | None, accumulate: int) -> dict[str, Any]:
+    """By name, what ledger.json has of the gradients: predicted and measured."""
+    model = make_model(layers=3)
+    model, optimizer = zf.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        stage=stage,
+        precision=precision,
+        units=Block,
+        accumulate=accumulate,
+        contiguous_gradients=True,
+    )
+    with zf.Run(folder / str(dist.get_rank()), model, every=1) as run:
+        for index, batch in enumerate(batches(2 * accumulate), start=1):
+            model(*batch).backward()
+            if index % accumulate == 0:
+                optimizer.step()
+                run.step()
+                optimizer.zero_grad()
+    zf.close(model)
+    if dist.get_rank():
+        return {}
+    lines = json.loads((folder / "0" / "ledger.json").read_text())["predicted"]
+    return {line["line"]: (line["predicted"], line["measured"]) for line in lines if line["where"] == "device"}
+
+
+@pytest.mark.parametrize(("stage", "precision", "accumulate"), [(0, None, 1), (2, "bf16", 1), (3, "bf16", 2)])
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_plan_knows_the_block_to_the_byte(
+    ranks: Any, tmp_path: Path, world: int, stage: int, precision: str | None, accumulate: int
+) -> None:
+    lines = ranks(world, predicted_lines, tmp_path, stage, precision, accumulate)[0]
+    for name in ("gradient arena", "gradients"):
+        predicted, measured = lines[name]
+        assert predicted == measured > 0, name
+    assert lines["gradient arena"][0] % 512 == 0
+
+
+def test_the_block_is_there_in_forward_too() -> None:
+    """A rank alone has its gradients one by one otherwise, when activations go; the block is in every moment."""
+    rows = [
+        zf.plan(params=1e9, world_size=1, machine="H200", checkpoint_every=0, micro_batch=8, contiguous_gradients=each)
+        for each in (False, True)
+    ]
+    without, with_block = (each.to_dict()["stages"][-1] for each in rows)
+    assert without["gradient_arena_bytes"] == 0
+    assert with_block["gradient_arena_bytes"] == with_block["held_bytes"]["gradients"] >= 2e9
+    grown = with_block["device_peak_bytes"] - without["device_peak_bytes"]
+    assert 0 < grown <= 1.1 * with_block["gradient_arena_bytes"]
+    assert rows[1].config["contiguous_gradients"] is True

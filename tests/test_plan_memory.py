@@ -33,6 +33,8 @@ from zerofold.plan.transformer import GPTNumbers, activity, from_numbers, from_p
 
 STEP_NUMBERS = 4 * 53  # bytes: one for each parameter, which stays where the optimizer is
 STATES = ("parameters", "gradients", "optimizer")
+STAGES = ("dp", "0", "1", "2", "3")
+PRECISIONS = (None, "bf16")
 
 
 def test_the_papers_figures() -> None:
@@ -152,13 +154,21 @@ def check(case: Case, found: Compared) -> None:
     assert 0.4 * device["fused buffers"] <= buffers <= device["fused buffers"], case
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_buffers_of_chunks_to_the_byte(ranks: Any, world: int) -> None:
+    """Where gradients go in many chunks. With "dp" the first rank owns everything: it receives, and sends nothing."""
+    cases = [
+        Case("gpt", stage, precision, settings={"buffer_bytes": 2**14})
+        for stage in ("dp", "2")
+        for precision in PRECISIONS
+    ]
+    for case, found in zip(cases, ranks(world, compare_all, cases)[0], strict=True):
+        assert found.held["temporary_bytes"]["buffers"] == found.predicted.device["fused buffers"], case
+
+
 def check_gathered(case: Case, found: Compared) -> None:
     predicted, peak = found.predicted.device["gathered units"], found.held["peak_live_bytes"]
     assert 0.8 * predicted <= peak <= predicted, (case, predicted, peak)
-
-
-STAGES = ("dp", "0", "1", "2", "3")
-PRECISIONS = (None, "bf16")
 
 
 @pytest.mark.parametrize("world", [1, 2])

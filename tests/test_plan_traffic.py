@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tests.models import batches, make_model
-from tests.plan_models import H200, gpt
+from tests.plan_models import H200, Outer, Step, gpt, nested
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofold as zf
+from zerofold.engine import Engine
+from zerofold.plan.comparison import Parameter, shape_of
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
 from zerofold.plan.traffic import traffic
@@ -104,6 +106,36 @@ def check(ranks: Any, world: int, point: Point, inside: int) -> None:
     for group in ("all", "inside", "across"):
         expected = sum(sent for (_, name), sent in said.bytes.items() if name == group)
         assert mean(found, "comm_bytes_by_group", group) == pytest.approx(expected, rel=0.01), group
+
+
+def nested_bytes(accumulate: int, live_bytes: int | None) -> tuple[float, float]:
+    """Gathered in a step of a model whose units have units inside: as counted, and as the plan says."""
+    model = nested()
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"units": (Outer, Step), "accumulate": accumulate, "live_bytes": live_bytes}
+    model, optimizer = zf.prepare(model, optimizer, stage=3, precision="fp32", **options)
+    engine, counts = Engine.of(model), []
+    data = batches(3 * accumulate)
+    for _ in range(3):
+        for _ in range(accumulate):
+            model(*next(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(zf.ledger(model).snapshot()["comm_bytes"]["all_gather"])
+    units = {
+        unit.name: [Parameter(p.numel(), True) for slab in unit.slabs for p in slab.parameters] for unit in engine.units
+    }
+    point = Point(stage="3", precision="fp32", accumulate=accumulate, live_bytes=engine.schedule.live_bytes)
+    said = traffic(shape_of(units), replace(H200, devices=engine.world), point).bytes["all_gather", "all"]
+    zf.close(model)
+    return counts[2] - counts[1], said
+
+
+@pytest.mark.parametrize("live_bytes", [None, 60_000], ids=["usual bound", "wide bound"])
+def test_units_inside_units_are_gathered_as_often_as_said(ranks: Any, live_bytes: int | None) -> None:
+    """In backward a unit comes before those inside it, so none of them is fetched and dropped again."""
+    for counted_bytes, said in ranks(2, nested_bytes, 2, live_bytes):
+        assert counted_bytes == said
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,10 @@ class Engine:
                 self._end_groups()
                 raise
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
+        self.gradient_arena = 0
+        """Bytes of the block that gradients lie in, where there is one."""
         if contiguous_gradients:
-            reserve_gradients([slab for unit in self.units for slab in unit.slabs], device)
+            self.gradient_arena = reserve_gradients([slab for unit in self.units for slab in unit.slabs], device)
         self.scaler = LossScaler(precision.scaling)
         self.boundary = Boundary(precision, self.scaler)
         self.reducer = Reducer(groups.reduce, groups.across, self.pool)

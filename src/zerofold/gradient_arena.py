@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zerofold.plan.held import ARENA_ALIGNMENT
 from zerofold.slab import Slab
-
-_ALIGN = 512  # bytes: as CUDA's allocator starts its blocks
 
 
 def reserve_gradients(slabs: Sequence[Slab], device: torch.device) -> int:
@@ -21,7 +20,7 @@ def reserve_gradients(slabs: Sequence[Slab], device: torch.device) -> int:
     starts, end = [], 0
     for _, room in rooms:
         starts.append(end)
-        end += -(-room.elements * room.dtype.itemsize // _ALIGN) * _ALIGN
+        end += -(-room.elements * room.dtype.itemsize // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
     block = torch.zeros(end, dtype=torch.uint8, device=device)
     for (slab, room), start in zip(rooms, starts, strict=True):
         slab.gradients.lie_in(block[start : start + room.elements * room.dtype.itemsize].view(room.dtype))

@@ -42,7 +42,9 @@ class Schedule:
         self.retraces = False  # forwards are recomputations for a backward, outside of autograd too
         self._order: list[Unit] = units[1:]  # the last forward's order; at first the order of definition
         self._trace: list[Unit] = []  # this forward's order so far
-        self._position = 0  # in _order while forward runs, in _trace while backward runs
+        self._ends: list[Unit] = []  # the order in which it leaves units: a unit after those inside it
+        self._last_ends: list[Unit] = units[1:]  # the last forward's; backward enters units in the reverse of it
+        self._position = 0  # in _order while forward runs, in _ends while backward runs
         self._in_forward: Counter[Unit] = Counter()  # calls under way
         self._in_backward: Counter[Unit] = Counter()
         self._kept: set[Unit] = set()  # until backward ends: autograd may come back to them unannounced
@@ -69,6 +71,8 @@ class Schedule:
         if self.clock.tape is not None:
             self.clock.tape.take_sample(unit, at=self.clock.tape.forward_ends(unit.name))
         self._in_forward = self._in_forward - Counter([unit])
+        if unit is not self.root and unit not in self._in_forward and not self._goes_back():
+            self._ends.append(unit)
         if keep:
             self._kept.add(unit)
         if self._goes_back() or self._is_pinned(unit):
@@ -83,9 +87,11 @@ class Schedule:
     def _follow(self, unit: Unit) -> None:
         if unit is self.root:
             self._order, self._trace, self._position = self._trace or self._order, [], 0
+            self._last_ends, self._ends = self._ends or self._last_ends, []
             return
         if len(self._trace) > 4 * len(self.units):  # units called without their root, again and again
             self._trace.clear()
+            self._ends.clear()
         self._trace.append(unit)
         if unit in self._order[self._position :]:
             self._position = self._order.index(unit, self._position) + 1
@@ -93,8 +99,8 @@ class Schedule:
     # backward
 
     def before_backward(self, unit: Unit) -> None:
-        if unit in self._trace:
-            self._position = len(self._trace) - 1 - self._trace[::-1].index(unit)
+        if unit in self._ends:
+            self._position = len(self._ends) - 1 - self._ends[::-1].index(unit)
         self._use(unit, self._in_backward)
         if self.clock.tape is not None:
             self.clock.tape.backward(unit.name)
@@ -288,11 +294,11 @@ class Schedule:
 
     def _upcoming(self, expects_backward: bool) -> Iterator[Unit]:
         if self._goes_back():
-            yield from reversed(self._trace[: self._position])
+            yield from reversed(self._ends[: self._position])
             return
         yield from self._order[self._position :]
         if expects_backward:
-            yield from reversed(self._order)
+            yield from reversed(self._last_ends)
 
     def _is_needed_soon(self, unit: Unit, expects_backward: bool) -> bool:
         """Whether the units used from now until this one's next use fit the bound together with it."""

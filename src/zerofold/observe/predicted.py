@@ -70,6 +70,7 @@ def predictions(
         accumulate=engine.reductions.accumulate,
         live_bytes=engine.schedule.live_bytes,
         buffer_bytes=engine.pool.buffer_nbytes,
+        contiguous_gradients=bool(engine.gradient_arena),
         precision=precision,
     )
     tiers = {name: tiers for name, tiers in engine.offloading.tiers.items() if tiers.is_offloaded}
@@ -87,6 +88,7 @@ def predictions(
         device_type=engine.device.type,
         built_bytes=4,
         pipeline=_stages(engine),
+        contiguous_gradients=point.contiguous_gradients,
     )
     on_device = measured["tier_bytes"][Tier.DEVICE.value]
     # Local sums are gone when the optimizer steps; without them that is the moment with none on their way.
@@ -94,9 +96,12 @@ def predictions(
         engine.row, Widths.of(engine.precision), alone=engine.groups.control.size == 1, accumulate=point.accumulate
     )
     gradients = recording.device_gradients if has_sums else recording.step_gradients
+    if engine.gradient_arena:
+        gradients += engine.gradient_arena - _in_arena(engine)
     found = [
         Line("parameters", Tier.DEVICE.value, BYTES, held.device["parameters"], on_device["parameters"]),
         Line("gradients", Tier.DEVICE.value, BYTES, held.device["gradients"], gradients),
+        Line("gradient arena", Tier.DEVICE.value, BYTES, held.gradient_arena, engine.gradient_arena),
         Line("optimizer", Tier.DEVICE.value, BYTES, held.device["optimizer"], on_device["optimizer"]),
         Line("fused buffers", Tier.DEVICE.value, BYTES, held.device["fused buffers"], engine.pool.nbytes),
         Line("gathered units", Tier.DEVICE.value, BYTES, held.device["gathered units"], recording.peaks["gathered"]),
@@ -167,6 +172,12 @@ def _machine(engine: Engine) -> Machine:
     known = preset_of(name)
     found = preset(known or "A100-80", devices=ranks, per_node=inside or torch.cuda.device_count())
     return found if known is not None else replace(found, name="unknown")
+
+
+def _in_arena(engine: Engine) -> int:
+    """Of the block of gradients, what they fill; the rest rounds up each slab's."""
+    rooms = [room for slab in engine.slabs() if (room := slab.gradient_room) is not None]
+    return sum(room.elements * room.dtype.itemsize for room in rooms)
 
 
 def _is_spread(engine: Engine) -> bool:

@@ -56,6 +56,7 @@ def plan(
     precision: str = "bf16",
     flash: bool = True,
     group: int = 0,
+    contiguous_gradients: bool = False,
     device_memory: int | None = None,
     host_memory: int | None = None,
     disk: int | None = None,
@@ -71,6 +72,8 @@ def plan(
     keep          where inputs of checkpointed blocks wait: "device", "host" or "nvme"; with `partition` each
                   tensor-parallel rank keeps its part of them
     tensor        ranks that share the inside of every layer; sequence_parallel: norms too; loss_parallel: logits too
+    contiguous_gradients
+                  as `zf.prepare` takes it: gradients in one block, in forward too
     pipeline      ranks that follow each other, with `accumulate` micro-batches by a schedule: "gpipe", "1f1b",
                   "interleaved" or "zero_bubble" (in `chunks` of blocks a rank), "zbv"
 
@@ -113,6 +116,7 @@ def plan(
         chunks=chunks,
         precision=precision,
         group=group,
+        contiguous_gradients=contiguous_gradients,
     )
     _check_point(shape, fleet, wanted)
     stages = tuple(predict(shape, fleet, point) for point in _on_device(wanted))

@@ -60,6 +60,10 @@ def plan_command(
     chunks: Annotated[
         int, typer.Option(min=1, help="Runs of blocks on a device, with interleaved and zero_bubble.")
     ] = 2,
+    contiguous_gradients: Annotated[
+        bool,
+        typer.Option("--contiguous-gradients", help="M_d: gradients in one block, there before the first forward."),
+    ] = False,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or tf32.")] = "bf16",
     flash: Annotated[bool, typer.Option(help="Attention's weights are computed again in backward, not kept.")] = True,
     machine: Annotated[str, typer.Option("--preset", help=f"Devices by name: {_PRESETS}.")] = DEFAULT_PRESET,
@@ -121,6 +125,7 @@ def plan_command(
             schedule=schedule,
             chunks=chunks,
             precision=precision,
+            contiguous_gradients=contiguous_gradients,
             flash=flash,
             group=group,
             device_memory=_size("--device-memory", device_memory),

@@ -68,6 +68,7 @@ def predicted_for(
     device_type: str = "cpu",
     built_bytes: int = 4,
     pipeline: int = 1,
+    contiguous_gradients: bool = False,
 ) -> Memory:
     """For a model as the engine has it: every line but activations, of which it knows nothing.
 
@@ -102,6 +103,7 @@ def predicted_for(
         pipeline=pipeline,
         live_bytes=live_bytes,
         buffer_bytes=buffer_bytes,
+        contiguous_gradients=contiguous_gradients,
     )
     widths = Widths.of(precision, moments=moments)
     return memory(shape_of(units, built_bytes=built_bytes), machine, point, widths=widths, tiers=tiers)

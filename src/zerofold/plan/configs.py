@@ -28,6 +28,8 @@ def native(point: Point, ranks: Ranks, memory: Memory | None = None) -> dict[str
         found["mesh"] = {axis: size for axis, size in axes.items() if size > 1 or axis == "data"}
     elif has_groups:
         found["mesh"] = [ranks.data // ranks.group, ranks.group]
+    if point.contiguous_gradients:
+        found["contiguous_gradients"] = True
     offload = _offload(point, memory)
     if offload:
         found["offload"] = offload

@@ -11,7 +11,7 @@ from zerofold.offload.budget import Budget
 from zerofold.offload.plan import try_place
 from zerofold.offload.sizes import ByTier, UnitSize, bytes_of
 from zerofold.offload.wishes import AUTO, Offload
-from zerofold.placement import INSIDE, Row, Tier, Tiers, row
+from zerofold.placement import INSIDE, Cut, Row, Tier, Tiers, row
 from zerofold.plan.followed import greatest, greatest_common_divisor, least
 from zerofold.plan.machine import Machine
 from zerofold.plan.point import Point
@@ -25,6 +25,8 @@ STEP_BYTES = 4
 """Of the number of steps that an optimizer keeps for each parameter."""
 _MOST_PLACED = 64
 _AWAY = Tiers(Tier.HOST, Tier.HOST, Tier.HOST)
+ARENA_ALIGNMENT = 512
+"""Bytes: where a slab's gradients begin in the block of `contiguous_gradients`, as CUDA's allocator starts its own."""
 IN_FLIGHT = 2
 """Chunks of gradients on the wire at once, as in `zerofold.reduce`."""
 
@@ -85,6 +87,8 @@ class HeldUnit:
     """On the device, where none of them is offloaded: what the ledger shows between backward and the step."""
     has_master: bool
     size: UnitSize
+    arena: int = 0
+    """Of the gradients: their room in one block, where they have one."""
 
     def gathered(self, ranks: Ranks, tiers: Tiers) -> int:
         """What its use takes besides. A rank alone makes parameters from masters, unless these are in another memory:
@@ -166,6 +170,7 @@ def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_byt
     placed = ranks.placed
     slabs = slabs_of(unit, placed, widths, ranks.optimizer_cut, built_bytes=built_bytes)
     parameters = gradients = optimizer = 0.0
+    arena = 0
     trained = kept(placed, widths, alone=ranks.alone, accumulate=point.accumulate)
     frozen = kept(placed, replace(widths, has_master=False), alone=ranks.alone)
     copies = placed.copy is not None and ranks.group < ranks.data
@@ -177,12 +182,15 @@ def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_byt
         if slab.is_trained:
             # A rank alone keeps the tensors that autograd made, or adds them up where they are; else there is a flat
             # space. Moments are made for each piece of a parameter, masters for the shard.
-            mean = slab.numel if ranks.alone and not sums_too else slab.shard
-            gradients += each.shard.gradients * mean + each.whole.gradients * slab.numel
+            mean = each.shard.gradients * (slab.numel if ranks.alone and not sums_too else slab.shard)
+            if point.contiguous_gradients:
+                mean = -(-each.shard.gradients * slab.shard // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
+                arena += math.trunc(mean)
+            gradients += mean + each.whole.gradients * slab.numel
             master = widths.master if widths.has_master else 0
             optimizer += widths.moments * slab.owned + master * slab.shard + STEP_BYTES * slab.tensors
     size = unit_size(unit.name, slabs, placed, widths, alone=ranks.alone, accumulate=point.accumulate)
-    return HeldUnit(unit, tuple(slabs), StateBytes(parameters, gradients, optimizer), widths.has_master, size)
+    return HeldUnit(unit, tuple(slabs), StateBytes(parameters, gradients, optimizer), widths.has_master, size, arena)
 
 
 def gathered_at_once(
@@ -225,7 +233,8 @@ def _around(name: str) -> Iterator[str]:
 def fused_buffers(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point: Point, *, by_gloo: bool) -> int:
     """What the pool grows to: for each chunk in flight rows to send and rows received.
 
-    gloo sends to each other rank its row and gets as many; others reduce and scatter, and get one.
+    gloo sends to each other rank its row and gets as many; others reduce and scatter, and get one. A rank that owns
+    everything has nothing to send by gloo, and elsewhere sums rows where they are.
     """
     if ranks.alone or not any(unit.shape.trained for unit in units):
         return 0
@@ -237,7 +246,11 @@ def fused_buffers(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point
     if over == 1:
         return IN_FLIGHT * least((capacity, largest)) * widths.wire
     width = least((greatest((1, capacity // over)), largest))
-    return IN_FLIGHT * (2 * (over - 1) if by_gloo else over + 1) * width * widths.wire
+    if ranks.placed.cut is Cut.FIRST:
+        rows = over - 1 if by_gloo else 1
+    else:
+        rows = 2 * (over - 1) if by_gloo else over + 1
+    return IN_FLIGHT * rows * width * widths.wire
 
 
 def keeps_sent(ranks: Ranks, *, by_gloo: bool) -> bool:
@@ -248,7 +261,8 @@ def keeps_sent(ranks: Ranks, *, by_gloo: bool) -> bool:
 def local_gradients(unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point, *, by_gloo: bool) -> int:
     """Of a unit in backward: what autograd makes, until it is reduced; one or two earlier ones may be on the wire."""
     made = unit.largest_local_gradient if unit.shape.name == ROOT else unit.local_gradients
-    if ranks.alone and not point.auto and point.tiers.gradients is Tier.DEVICE:
+    stays = not point.contiguous_gradients  # else they are copied into their place in the block
+    if ranks.alone and stays and not point.auto and point.tiers.gradients is Tier.DEVICE:
         return 0  # they are the gradients that stay
     if point.pipeline > 1 or not keeps_sent(ranks, by_gloo=by_gloo):
         return made  # added to the stage's sums, or copied into a buffer or into the flat gradient at once

@@ -144,7 +144,7 @@ def memory(
         parameters=states[PARAMETERS],
         optimizer=states[OPTIMIZER],
         gradients=states[GRADIENTS],
-        gradients_stay=not ranks.alone or point.accumulate > 1,
+        gradients_stay=not ranks.alone or point.accumulate > 1 or point.contiguous_gradients,
         gathered=gathered,
         fixed=buffers + workspaces + model.buffers,
         ring=ring,
@@ -183,6 +183,12 @@ def memory(
         disk=away[Tier.NVME],
         device_peak=peak.nbytes,
         peak_at=peak.name,
+        gradient_arena=sum(
+            unit.arena * times
+            for unit, some in zip(units, tiered.placed, strict=True)
+            for tiers_of_some, times in some.items()
+            if tiers_of_some.gradients is Tier.DEVICE
+        ),
         reserve=reserve,
     )
 

@@ -41,6 +41,8 @@ class Point:
     """The model is built on the meta device, and gets memory unit by unit; else all of it is on the device before."""
     buffer_bytes: int = 0
     """As `zf.prepare` takes it; 0: what it takes by itself on such a device."""
+    contiguous_gradients: bool = False
+    """M_d: gradients on the device lie in one block, which is there before the first forward."""
 
     @property
     def samples(self) -> int:
@@ -125,6 +127,8 @@ class Memory:
     device_peak: int = 0
     peak_at: str = ""
     """In which moment: "backward of block.7", "step"."""
+    gradient_arena: int = 0
+    """Of the gradients: what lies in one block, with what rounds each slab up in it."""
     reserve: int = 0
     """Kept free besides the peak: memory between tensors that none of them can use."""
 

@@ -102,15 +102,30 @@ def kept(units: Sequence[UnitShape], itemsize: int, live_bytes: int | None = Non
     blocks = [size for unit, size in zip(units, sizes, strict=True) if unit.name != ROOT]
     roots = sum(unit.count * size for unit, size in zip(units, sizes, strict=True) if unit.name == ROOT)
     left = 2 * max(blocks, default=0) if live_bytes is None else max(0, live_bytes - roots)
-    found = []
-    for unit, size in reversed(list(zip(units, sizes, strict=True))):
+    found = [unit.count for unit in units]
+    for index in _backward_order([unit.name for unit in units]):
+        unit, size = units[index], sizes[index]
         if unit.name == ROOT:
-            found.append(unit.count)
             continue
         stays = unit.count if not size else min(unit.count, left // size)
         left = left - stays * size if stays == unit.count else 0  # a run from the end, without holes
-        found.append(stays)
-    return found[::-1]
+        found[index] = stays
+    return found
+
+
+def _backward_order(names: Sequence[str]) -> list[int]:
+    """Of units in forward order, by number: backward enters a unit before those inside it.
+
+    >>> _backward_order(["", "a", "a.0", "a.1", "b"])
+    [4, 1, 3, 2, 0]
+    """
+    left: list[int] = []  # in the order in which forward leaves them
+    around: list[int] = []
+    for index, name in enumerate(names):
+        while around and names[around[-1]] != ROOT and not name.startswith(f"{names[around[-1]]}."):
+            left.append(around.pop())
+        around.append(index)
+    return (left + around[::-1])[::-1]
 
 
 def gathers_in_step(unit: UnitShape, staying: int, chosen: Row, mesh: Mesh, point: Point) -> GatherCounts:
