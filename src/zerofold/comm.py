@@ -197,10 +197,14 @@ class Handle:
 
     def _wait_on(self, tape: Tape) -> None:
         call = self.call
-        with tape.spent(call.purpose, call.unit):
+        tape.begin(call.purpose, call.unit)
+        try:
             self._wait()
+        finally:
+            waited = tape.end()
         if self._begun is not None:
-            tape.on_wire(call.purpose, call.unit, self._begun, call.nbytes, self._ended)
+            ended = waited if self._ended is None else self._ended
+            tape.on_wire(call.purpose, call.unit, self._begun, call.nbytes, ended)
             self._begun = None
 
     def _note_end(self, future: object) -> None:

@@ -71,11 +71,11 @@ class StepTimes:
 
 
 class _Open(NamedTuple):
-    """A span whose times are stamps."""
+    """A span whose times are stamps. It gets its name when somebody reads it: most are never read."""
 
     lane: str
     category: str
-    name: str
+    waits_for: str  # of a wait
     unit: str
     begin: Stamp
     end: Stamp
@@ -144,16 +144,17 @@ class Tape:
         self._step.marks.append((stamp, category))
         self._stack.append((category, unit, stamp))
 
-    def end(self) -> None:
+    def end(self) -> Stamp | None:
+        """When that was; None where a step has ended in between: one that raised."""
         if not self._stack:
-            return  # a step has ended in between: one that raised
+            return None
         category, unit, began = self._stack.pop()
         stamp = self.stamp()
         self._step.marks.append((stamp, self._stack[-1][0] if self._stack else COMPUTE))
         if self.traces:
             shown = UPDATE if category == UPDATE else WAIT
-            name = UPDATE if category == UPDATE else f"wait for {category} {unit or 'root'}"
-            self._step.spans.append(_Open(MAIN, shown, name, unit, began, stamp, 0))
+            self._step.spans.append(_Open(MAIN, shown, category, unit, began, stamp, 0))
+        return stamp
 
     def begin_update(self) -> None:
         """Gradients are all there. An update before that has raised is over."""
@@ -226,11 +227,11 @@ class Tape:
             self._backward = None
             self._add(BACKWARD, unit, began, now)
 
-    def on_wire(self, category: str, unit: str, began: Stamp, nbytes: int, ended: float | None = None) -> None:
-        """A collective is through. `ended` where somebody saw when; otherwise when its result was waited for."""
+    def on_wire(self, category: str, unit: str, began: Stamp, nbytes: int, ended: Stamp | None = None) -> None:
+        """A collective is through. `ended`: when somebody saw it end, or when the wait for its result did."""
         if self.traces:
             end = self.stamp() if ended is None else ended
-            self._step.spans.append(_Open(WIRE, category, f"{category} {unit or 'root'}", unit, began, end, nbytes))
+            self._step.spans.append(_Open(WIRE, category, "", unit, began, end, nbytes))
 
     def beside(self, lane: str, unit: str, began: float, nbytes: int = 0, *, what: str) -> None:
         """Work of another thread is through. It began at `began`, or when the work before it in its lane ended."""
@@ -248,8 +249,8 @@ class Tape:
                 self._step.samples.append((self.stamp() if at is None else at, nbytes))
 
     def _add(self, category: str, unit: str, began: Stamp, ended: Stamp | None = None) -> Stamp:
-        name, ended = f"{category} {unit or 'root'}", self.stamp() if ended is None else ended
-        self._step.spans.append(_Open(MAIN, category, name, unit, began, ended, 0))
+        ended = self.stamp() if ended is None else ended
+        self._step.spans.append(_Open(MAIN, category, "", unit, began, ended, 0))
         return ended
 
     # reading
@@ -318,7 +319,14 @@ _PAUSE = "pause"
 
 def _read_span(span: _Open, clock: Callable[[Stamp], float]) -> Span:
     begin, end = clock(span.begin), clock(span.end)
-    return Span(span.lane, span.category, span.name, span.unit, min(begin, end), end, span.nbytes)
+    return Span(span.lane, span.category, _name_of(span), span.unit, min(begin, end), end, span.nbytes)
+
+
+def _name_of(span: _Open) -> str:
+    if span.category == UPDATE:
+        return UPDATE
+    what = f"wait for {span.waits_for}" if span.category == WAIT else span.category
+    return f"{what} {span.unit or 'root'}"
 
 
 @dataclass

@@ -112,8 +112,11 @@ class Unit:
         if tape is None:
             handle.wait()
             return
-        with tape.spent(handle.waits_for, self.name):
+        tape.begin(handle.waits_for, self.name)
+        try:
             handle.wait()
+        finally:
+            tape.end()
 
     def release(self) -> None:
         """Frees the gathered memory; where it is cut, the module shows the sharded parameters."""
