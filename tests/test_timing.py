@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from models import Block as TinyBlock
 from models import TinyGPT
 from ranks import RankPool
 from zerofold import timing
-from zerofold.timing import COMPUTE, GATHER, HOST, REDUCE, UPDATE, Tape
+from zerofold.comm import Handle
+from zerofold.timing import COMPUTE, GATHER, HOST, REDUCE, UPDATE, Clock, Tape
 
 CPU = torch.device("cpu")
 PAUSE_S = 0.3
@@ -62,6 +64,30 @@ def test_what_is_inside_another_is_not_counted_twice() -> None:
     tape.read()
     spent = {name: seconds for name, seconds in tape.seconds.items() if seconds}
     assert spent == {COMPUTE: 1.0, UPDATE: 3.0, HOST: 4.0}
+
+
+class _Ready:
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+def test_a_collective_takes_three_events_of_the_device() -> None:
+    """An event costs the host and the device some microseconds each: when it began, and both ends of the wait."""
+    events = Events()
+    tape = Tape(CPU, stamps=events)
+    comm = SimpleNamespace(traffic=SimpleNamespace(clock=Clock(tape)), is_gloo=False, overlap=True)
+    call = SimpleNamespace(purpose=GATHER, unit="blocks.7", nbytes=100)
+    before = events.made
+    handle = Handle(comm, call, [_Ready()])  # type: ignore[arg-type]
+    handle._wait = lambda: None  # type: ignore[method-assign]
+    events.clock = 1.0
+    handle.wait()
+    assert events.made - before == 3
+    events.clock = events.reached = 2.0
+    tape.end_step()
+    (step,) = tape.last_steps
+    named = {span.name: span.end - step.begin for span in step.spans}
+    assert named == {"wait for gather blocks.7": 1.0, "gather blocks.7": 1.0}
 
 
 def test_events_are_read_when_the_device_has_come_to_them_and_used_again() -> None:
