@@ -14,8 +14,8 @@ import zerofold
 MODULES = [info.name for info in pkgutil.walk_packages(zerofold.__path__, "zerofold.") if "__main__" not in info.name]
 
 
-ALONE = ("zerofold.simulation.run",)
-"""Those whose examples make a world of their own: no other may be there."""
+ALONE = ("zerofold.simulation.run", "zerofold.bench.streams")
+"""Those whose examples make a world of their own, where no other may be, or start a process, which a rank must not."""
 
 
 def run_examples(name: str) -> tuple[int, int]:

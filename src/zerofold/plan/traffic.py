@@ -117,7 +117,7 @@ def _backward_order(names: Sequence[str]) -> list[int]:
     """Of units in forward order, by number: backward enters a unit before those inside it.
 
     >>> _backward_order(["", "a", "a.0", "a.1", "b"])
-    [4, 1, 3, 2, 0]
+    [0, 4, 1, 3, 2]
     """
     left: list[int] = []  # in the order in which forward leaves them
     around: list[int] = []
