@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -162,7 +162,10 @@ class Pipeline(HoldsStages):
         try:
             with _held(engine):
                 kept = self._ties.set_aside(engine)
-                loss = self._runner(engine, batches[0]).run(batches)
+                runner = self._runner(engine, batches[0])
+                with self._counted(engine, "step", batches):
+                    loss = runner.run(batches)
+                self._count_sends(engine, runner.stream, passes=2)
                 self._ties.add(engine, kept)
                 self._note_memory(engine)
         except BaseException as error:
@@ -181,7 +184,9 @@ class Pipeline(HoldsStages):
         try:
             with _held(engine):
                 stream = self._stream(engine, batches[0])
-                loss = run_forwards(self._modules, batches, stream, self._group, engine.device)
+                with self._counted(engine, "evaluate", batches):
+                    loss = run_forwards(self._modules, batches, stream, self._group, engine.device)
+                self._count_sends(engine, stream, passes=1)
         finally:
             engine.hooks.end_pipeline(trains=False)
         return self._tell(loss, engine)
@@ -326,7 +331,25 @@ class Pipeline(HoldsStages):
         told = torch.zeros((), dtype=torch.float32, device=engine.device) if loss is None else loss.detach().clone()
         if len(self._ranks) > 1:
             dist.broadcast(told, src=self._ranks[self.stages[-1].rank], group=self._group)
+            share = (len(self._ranks) - 1) / len(self._ranks)
+            engine.traffic.add("broadcast", "loss", PIPELINE, share, told.element_size())
         return told
+
+    # what is sent
+
+    def _counted(self, engine: Engine, what: str, batches: list[MicroBatch]) -> AbstractContextManager[None]:
+        return nullcontext() if engine.inside is None else engine.inside.around(what, self.model.training, batches)
+
+    def _count_sends(self, engine: Engine, stream: Stream, passes: int) -> None:
+        """Outputs to the rank of the next stage, and in the second pass their gradients to the one before."""
+        ranks = [stage.rank for stage in self.stages]
+        for stage in self._split.own:
+            here, others = stage.index, ((stage.index + 1, 1), (stage.index - 1, 2))
+            sends = sum(0 <= other < len(ranks) and ranks[other] != ranks[here] for other, of in others if of <= passes)
+            if sends:
+                calls = sends * self.microbatches
+                size, width = stream.shape.numel(), stream.dtype.itemsize
+                engine.traffic.add("send", f"stage {here}", PIPELINE, size, width, times=calls)
 
     def _note_memory(self, engine: Engine) -> None:
         self.memory = {
