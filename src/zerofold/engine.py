@@ -31,6 +31,7 @@ from zerofold.offloading import Offloading
 from zerofold.parallel.mesh import Mesh
 from zerofold.part import group_of, set_part
 from zerofold.placement import Row
+from zerofold.plan.traffic import Share
 from zerofold.precision import Precision
 from zerofold.reduce import Reducer
 from zerofold.reduction_order import ReductionOrder
@@ -86,8 +87,12 @@ class Checkpoints(Protocol):
 class Stages(Protocol):
     """Of a pipeline, which this rank runs."""
 
+    microbatches: int
+
     @property
     def memory(self) -> dict[str, int]: ...
+    @property
+    def share(self) -> Share: ...
 
 
 class Counts(Protocol):

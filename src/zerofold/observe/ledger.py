@@ -92,7 +92,9 @@ class Ledger:
             if group in axes:
                 of_axis = found.setdefault(axes[group], {})
                 of_axis[operation] = of_axis.get(operation, 0) + round(sent)
-        if engine.checkpoints is not None and engine.checkpoints.sent_nbytes:  # by inputs that tensor ranks keep in parts
+        if (
+            engine.checkpoints is not None and engine.checkpoints.sent_nbytes
+        ):  # by inputs that tensor ranks keep in parts
             gathered = found[TENSOR].get("all_gather", 0)
             found[TENSOR]["all_gather"] = gathered + engine.checkpoints.sent_nbytes
         return {"comm_bytes_by_axis": {axis: sent for axis, sent in found.items() if sent}}

@@ -1,16 +1,16 @@
 """What the ranks of a tensor axis send each other, for the ledger.
 
-Torch's DTensors send inside a layer's forward and backward, where nobody asks. A TorchDispatchMode sees every collective
-that is started, whoever starts it, but also every other operation, which takes time. So it looks at the first forward
-and backward of inputs of each shape, and what it saw counts for all that follow:
+Torch's DTensors send inside a layer's forward and backward, where nobody asks. A TorchDispatchMode sees every
+collective that is started, whoever starts it, but also every other operation, which takes time. So it looks at the
+first forward and backward of inputs of each shape, and what it saw counts for all that follow:
 
     first     forward   mode on                                        every collective is counted as it is started
               backward  mode on around each node of the graph          …
     later     forward   nothing                                        the same again, in one sum
               backward  one hook at the outputs                        …
 
-Autograd's nodes run with the thread state of the call of `backward`, which is the user's: a mode that a hook switches on
-ends with its node. Hence the hooks around each of them.
+Autograd's nodes run with the thread state of the call of `backward`, which is the user's: a mode that a hook switches
+on ends with its node. Hence the hooks around each of them.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class _Seeing(TorchDispatchMode):
 class _Pass:
     """What was seen in a forward and its backward, or in all of a pipeline's step."""
 
+    key: Hashable
     forward: Counter[Sent] = field(default_factory=Counter)
     backward: Counter[Sent] = field(default_factory=Counter)
     backwards: int = 0  # of its graph, so far
@@ -129,10 +130,10 @@ class TensorTraffic:
                 yield
                 self._count(known.forward)
                 return
-            seen = self._running = _Pass(is_whole=True)
+            seen = self._running = _Pass(key, is_whole=True)
             with self._seeing():
                 yield
-            self._keep(key, seen)
+            self._keep(seen)
         finally:
             self._is_inside, self._running = False, None
 
@@ -161,8 +162,8 @@ class TensorTraffic:
         if known is not None:
             self._running = known
             return
-        self._running = _Pass(is_whole=not torch.is_grad_enabled())
-        self._keep(key, self._running)
+        self._running = _Pass(key, is_whole=not torch.is_grad_enabled())
+        self._keep(self._running)
         self._mode = self._seeing()
         self._mode.__enter__()
 
@@ -175,6 +176,9 @@ class TensorTraffic:
             self._count(running.forward)
         else:
             mode.__exit__(None, None, None)
+        if output is None:  # it has raised: what it would have sent is not known
+            self._known.pop(running.key, None)
+            return
         outputs = list(tensors_in(output))
         for tensor in outputs:
             if isinstance(tensor, CutLogits):
@@ -215,8 +219,8 @@ class TensorTraffic:
             found.is_whole = True
         return found if found.is_whole else None
 
-    def _keep(self, key: Hashable, seen: _Pass) -> None:
-        self._known[key] = seen
+    def _keep(self, seen: _Pass) -> None:
+        self._known[seen.key] = seen
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
 
@@ -309,7 +313,7 @@ def _sent(name: str, args: tuple[Any, ...], ranks: int) -> Sent | None:
         return None
     tensors = [list(tensors_in(value)) for value in args]
     given = [each for each in tensors if each]
-    if not given:
+    if not given or not given[-1][0].is_floating_point():  # whole numbers are what ranks compare before they begin
         return None
     # With an output before the input (c10d's own), the larger one is the whole; else there is the input alone.
     sizes = [sum(tensor.numel() for tensor in each) for each in given]

@@ -28,11 +28,12 @@ from zerofold.parallel.flow import check_flow
 from zerofold.parallel.marks import HoldsStages
 from zerofold.parallel.mesh import PIPELINE, Mesh
 from zerofold.parallel.schedules import check_counts, owners_of_stages, schedule_kind
-from zerofold.parallel.split import Cost, Split, cut_in_place, plan_stages
+from zerofold.parallel.split import Cost, Split, Stage, cut_in_place, plan_stages
 from zerofold.parallel.stage import LossFn, MicroBatch, Runner, StageModule, Stream, run_forwards
 from zerofold.parallel.stand_ins import Reached
 from zerofold.parallel.tensor import spread_over_tensor_ranks
 from zerofold.parallel.ties import Ties
+from zerofold.plan.traffic import Share
 
 _KEPT_RUNNERS = 4  # shapes of micro-batches for which torch's buffers are kept
 _OWN_LOSS = ("labels", "targets", "target")
@@ -340,16 +341,32 @@ class Pipeline(HoldsStages):
     def _counted(self, engine: Engine, what: str, batches: list[MicroBatch]) -> AbstractContextManager[None]:
         return nullcontext() if engine.inside is None else engine.inside.around(what, self.model.training, batches)
 
+    @property
+    def share(self) -> Share:
+        """What this rank has of the model's row, for a prediction of what it sends."""
+        own = self._split.own
+        return Share(
+            sum(stage.stop - stage.first for stage in own),
+            has_embedding=any(stage.index == 0 for stage in own),
+            has_head=any(stage.index == len(self.stages) - 1 for stage in own),
+            sends=sum(self._sends(stage, passes=2) for stage in own),
+        )
+
+    def _sends(self, stage: Stage, passes: int) -> int:
+        """Of a micro-batch: its output to the rank of the next stage, and in the second pass a gradient back."""
+        last, sends = len(self.stages) - 1, 0
+        if stage.index < last:
+            sends += self.stages[stage.index + 1].rank != stage.rank
+        if stage.index > 0 and passes > 1:
+            sends += self.stages[stage.index - 1].rank != stage.rank
+        return sends
+
     def _count_sends(self, engine: Engine, stream: Stream, passes: int) -> None:
-        """Outputs to the rank of the next stage, and in the second pass their gradients to the one before."""
-        ranks = [stage.rank for stage in self.stages]
+        size, width = stream.shape.numel(), stream.dtype.itemsize
         for stage in self._split.own:
-            here, others = stage.index, ((stage.index + 1, 1), (stage.index - 1, 2))
-            sends = sum(0 <= other < len(ranks) and ranks[other] != ranks[here] for other, of in others if of <= passes)
-            if sends:
-                calls = sends * self.microbatches
-                size, width = stream.shape.numel(), stream.dtype.itemsize
-                engine.traffic.add("send", f"stage {here}", PIPELINE, size, width, times=calls)
+            calls = self._sends(stage, passes) * self.microbatches
+            if calls:
+                engine.traffic.add("send", f"stage {stage.index}", PIPELINE, size, width, times=calls)
 
     def _note_memory(self, engine: Engine) -> None:
         self.memory = {

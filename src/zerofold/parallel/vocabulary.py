@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from zerofold.comm import Traffic
 from zerofold.parallel.mesh import TENSOR
 
-
 ACTIVATIONS = "activations"
 """What the ledger has in place of a unit for them."""
 
