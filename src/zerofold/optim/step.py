@@ -120,7 +120,7 @@ class Step:
         found_inf, scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if found_inf is not None and self._scaler_sees_a_part():
             raise RuntimeError(
-                "torch.amp.GradScaler: at this stage, over a tensor or pipeline axis, each rank would go by its part of "
+                "torch.amp.GradScaler: at this stage, over a tensor or pipeline axis, each rank would see a part of "
                 "the gradients, so that some skip a step and others do not: use zf.prepare(precision='fp16'), which "
                 "scales by itself, or stage 1, 2 or 3"
             )
