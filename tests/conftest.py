@@ -116,6 +116,8 @@ THOROUGH = [
     r"test_tensor_parallel_ways.py::test_accumulation_checkpoints_and_an_optimizer_in_the_midst\[1\]",
     r"test_train_mesh.py::test_a_killed_rank_ends_the_run_and_another_mesh_goes_on",
     r"test_checkpoint.py::test_a_resumed_run_equals_one_that_was_not_interrupted_to_the_bit\[groups\]",
+    r"test_axes_loss_scale.py::test_(the_cube|two_ranks\[.*-[01]-bf16|four_ranks\[data-tensor)",
+    r"test_stage_errors.py::test_all_ranks_stop_and_go_on\[.*-(gpipe|zero_bubble)-",
 ]
 
 # First, one after another: eight processes take long to start, and push those of other tests out.

@@ -100,8 +100,9 @@ def test_checkpoints_in_parts_are_smaller_by_the_tensor_degree(degree: int) -> N
     point = Point(stage="1", micro_batch=4, checkpoint_every=1, tensor=degree)
     whole, parts = held(point), held(replace(point, partition=True))
     assert parts["activation checkpoints"] * degree == whole["activation checkpoints"]
-    sent = traffic(MODEL, MACHINE, replace(point, partition=True)).bytes
-    assert 0 < sent["all_gather", "tensor"] <= 0.1 * sent["all_reduce", "tensor"]
+    sent, more = (traffic(MODEL, MACHINE, each).bytes for each in (point, replace(point, partition=True)))
+    extra = more["all_gather", "tensor"] - sent["all_gather", "tensor"]  # beside the logits
+    assert 0 < extra <= 0.1 * sent["all_reduce", "tensor"]
     # Two blocks' are put together at a time: all that is left of the saving is on the device's peak.
     saved = (
         memory(MODEL, MACHINE, point).device_peak - memory(MODEL, MACHINE, replace(point, partition=True)).device_peak

@@ -154,9 +154,14 @@ def test_tensor_and_pipeline_degrees_send_activations() -> None:
     wide = 3 * 128 * 512  # micro-batch × tokens × hidden
     machine = replace(H200, devices=8)
     plain = traffic(model, machine, Point(tensor=2, micro_batch=3, accumulate=5))
-    assert plain.elements["all_reduce", "tensor"] == 4 * 8 * 5 * wide * 2 * 1 / 2
+    ends = 2  # words that are looked up, and the gradient of what the head reads
+    assert plain.elements["all_reduce", "tensor"] == (4 * 8 + ends) * 5 * wide * 2 * 1 / 2
+    assert plain.elements["all_gather", "tensor"] == 5 * 3 * 128 * 32768 / 2  # logits
+    in_parts = traffic(model, machine, Point(tensor=2, micro_batch=3, accumulate=5, loss_parallel=True))
+    assert in_parts.elements["all_reduce", "tensor"] == (4 * 8 + ends) * 5 * wide + 4 * 5 * 3 * 128
+    assert ("all_gather", "tensor") not in in_parts.elements
     again = traffic(model, machine, Point(tensor=2, micro_batch=3, accumulate=5, checkpoint_every=1))
-    assert again.elements["all_reduce", "tensor"] == 6 * 8 * 5 * wide
+    assert again.elements["all_reduce", "tensor"] == (6 * 8 + ends) * 5 * wide
     piped = traffic(model, machine, Point(pipeline=4, micro_batch=3, accumulate=5))
     assert piped.elements["send", "pipeline"] == 2 * 5 * wide * 3 / 4
     both = traffic(model, machine, Point(pipeline=4, tensor=2, stage="2"))

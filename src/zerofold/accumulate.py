@@ -78,7 +78,11 @@ def accumulate(model: Model, loss_fn: Callable[[Model, Batch], Tensor], batches:
             f"zf.accumulate: gradients of this model are already divided by gradient_accumulation_steps="
             f"{engine.boundary.micro_batches()}: set it to 1, since zf.accumulate takes all micro-batches of a step"
         )
-    return _Accumulation(engine, [partial(loss_fn, model, batch) for batch in micro_batches]).run()
+    losses: list[Callable[[], Tensor]] = [partial(loss_fn, model, batch) for batch in micro_batches]
+    if engine.inside is None:
+        return _Accumulation(engine, losses).run()
+    with engine.inside.around("accumulate", model.training, micro_batches):
+        return _Accumulation(engine, [engine.inside.seen(loss) for loss in losses]).run()
 
 
 class _MicroBatch:

@@ -120,14 +120,18 @@ class Traffic:
 
     def record(self, operation: str, unit: str, group: str, sent: float, itemsize: int) -> Call:
         self.number += 1
-        self.elements[operation, unit] += sent
-        self.bytes[operation, unit] += sent * itemsize
-        self.sent[operation, group] += sent * itemsize
-        self.counts[operation, group] += 1
+        self.add(operation, unit, group, sent, itemsize)
         self.last_started = time.monotonic()
         call = Call(self.number, operation, unit, round(sent), started=self.last_started)
         self.calls.append(call)
         return call
+
+    def add(self, operation: str, unit: str, group: str, sent: float, itemsize: int, *, times: int = 1) -> None:
+        """Calls that others have made, of so many elements each: they count, and are not remembered one by one."""
+        self.elements[operation, unit] += times * sent
+        self.bytes[operation, unit] += times * sent * itemsize
+        self.sent[operation, group] += times * sent * itemsize
+        self.counts[operation, group] += times
 
     def bytes_by_operation(self) -> dict[str, int]:
         total: defaultdict[str, float] = defaultdict(float)

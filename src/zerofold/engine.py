@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from zerofold.offloading import Offloading
 from zerofold.parallel.mesh import Mesh
 from zerofold.part import group_of, set_part
 from zerofold.placement import Row
+from zerofold.plan.traffic import Share
 from zerofold.precision import Precision
 from zerofold.reduce import Reducer
 from zerofold.reduction_order import ReductionOrder
@@ -78,13 +80,27 @@ class Checkpoints(Protocol):
     def nbytes(self) -> dict[str, int]: ...
     @property
     def arena_nbytes(self) -> int: ...
+    @property
+    def sent_nbytes(self) -> int: ...
 
 
 class Stages(Protocol):
     """Of a pipeline, which this rank runs."""
 
+    microbatches: int
+
     @property
     def memory(self) -> dict[str, int]: ...
+    @property
+    def share(self) -> Share: ...
+
+
+class Counts(Protocol):
+    """What is sent inside the model's own code, where no `Comm` sends it."""
+
+    def around(self, *what: Any) -> AbstractContextManager[None]: ...
+    def seen(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]: ...
+    def remove(self) -> None: ...
 
 
 class Engine:
@@ -177,6 +193,8 @@ class Engine:
         """Of the whole model, each parameter once."""
         self.spread: Mesh | None = None
         """All axes of the mesh, where it has more than those that states are placed over."""
+        self.inside: Counts | None = None
+        """Counts what the ranks of a tensor axis send each other, where there is one."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self._changing: list[Slab] = []  # in the step under way
         self.last_step: StepInfo | None = None

@@ -239,6 +239,8 @@ def shard(
         add_note(error, f"{HEADING} while sharding. {Needs.of(entries, 2.0).advice(control.size)}")
         raise
     engine.spread = spread
+    if spread is not None and spread.tensor > 1:
+        _count_inside(engine, spread)
     engine.hooks.out_of_memory = partial(_explain, engine)
     StateDicts(engine)
     return model
@@ -427,6 +429,14 @@ def _plan(
     choose_dtypes(model, assigned, precision)
     live_bound(assigned, chosen, world, live_bytes)
     return _Plan(chosen, found, modules, assigned)
+
+
+def _count_inside(engine: Engine, spread: Mesh) -> None:
+    """What the tensor axis sends inside layers, for the ledger."""
+    from zerofold.parallel.counting import TensorTraffic  # loads torch's DTensor, which the model has loaded before
+
+    engine.inside = TensorTraffic(engine.model, spread.along(TENSOR).get_group(), engine.traffic)
+    engine.on_close.append(engine.inside.remove)
 
 
 def _placed(model: nn.Module | HoldsStages) -> nn.Module:

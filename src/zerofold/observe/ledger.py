@@ -14,8 +14,8 @@ from zerofold.engine import Engine
 from zerofold.observe.recording import Recording
 from zerofold.observe.states import is_temporary, master_nbytes, nbytes_of, parameter_nbytes, totals
 from zerofold.observe.timeline import trace_events
-from zerofold.parallel.mesh import AXES
-from zerofold.placement import Tier
+from zerofold.parallel.mesh import AXES, DATA, PIPELINE, REPLICATE, TENSOR
+from zerofold.placement import ACROSS, INSIDE, Tier
 from zerofold.slab import Slab
 
 
@@ -31,7 +31,9 @@ class Ledger:
         state_bytes by state, as held right now; comm_bytes and comm_calls by operation and comm_elements, since
         the start.
 
-        `comm_bytes_by_group` tells what went to all ranks, inside this rank's group, or across groups.
+        `comm_bytes_by_group` tells what went to all ranks, inside this rank's group, or across groups, and over the
+        "tensor" and "pipeline" axes. With a `zf.mesh`, `comm_bytes_by_axis` has the same by axis and operation:
+        activations and their gradients along "tensor" and "pipeline", counted whoever sends them.
         `temporary_bytes` are no states: gathered parameters not owned here, fused and cached buffers, and, with
         `zf.checkpoint_blocks` that keeps inputs itself, "checkpoints": its block of the device, used or not, or what
         is on the device of those kept elsewhere. `checkpoint_bytes` has all of those by tier.
@@ -67,6 +69,7 @@ class Ledger:
             "comm_bytes": engine.traffic.bytes_by_operation(),
             "comm_calls": engine.traffic.calls_by_operation(),
             "comm_bytes_by_group": engine.traffic.bytes_by_group(),
+            **self._by_axis(),
             "comm_elements": round(sum(engine.traffic.elements.values())),
             **self._recorded(),
         }
@@ -76,6 +79,25 @@ class Ledger:
         if spread is None:
             return {}
         return {"mesh": {"axes": {axis: spread.size(axis) for axis in AXES}, "coordinate": spread.coordinate}}
+
+    def _by_axis(self) -> dict[str, Any]:
+        """Agreements of all who train the model, which are no axis', are left out."""
+        engine = self._engine
+        if engine.spread is None:
+            return {}
+        both = DATA if engine.spread.replicate == 1 else f"{REPLICATE} x {DATA}"
+        axes = {"all": both, INSIDE: DATA, ACROSS: REPLICATE, TENSOR: TENSOR, PIPELINE: PIPELINE}
+        found: dict[str, dict[str, int]] = {axes[group]: {} for group in ("all", TENSOR, PIPELINE)}
+        for (operation, group), sent in engine.traffic.sent.items():
+            if group in axes:
+                of_axis = found.setdefault(axes[group], {})
+                of_axis[operation] = of_axis.get(operation, 0) + round(sent)
+        if (
+            engine.checkpoints is not None and engine.checkpoints.sent_nbytes
+        ):  # by inputs that tensor ranks keep in parts
+            gathered = found[TENSOR].get("all_gather", 0)
+            found[TENSOR]["all_gather"] = gathered + engine.checkpoints.sent_nbytes
+        return {"comm_bytes_by_axis": {axis: sent for axis, sent in found.items() if sent}}
 
     def _checkpoints_on_device(self) -> dict[str, int]:
         found = self._engine.checkpoints

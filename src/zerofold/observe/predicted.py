@@ -9,6 +9,7 @@ import torch
 
 from zerofold.engine import Engine
 from zerofold.observe.recording import Recording
+from zerofold.parallel.marks import loss_ranks, sequence_ranks
 from zerofold.placement import Tier
 from zerofold.plan.comparison import Parameter, predicted_for, shape_of
 from zerofold.plan.machine import Machine
@@ -18,7 +19,7 @@ from zerofold.plan.presets import preset, preset_of
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.states import Widths, keeps_sums
 from zerofold.plan.times import times
-from zerofold.plan.traffic import traffic
+from zerofold.plan.traffic import Share, model_exchanges, traffic
 
 BYTES, SECONDS = "bytes", "seconds"
 TIME = "time"
@@ -119,7 +120,7 @@ def predictions(
             checkpoints_on=workload.checkpoints_on,
         )
         found += _of_workload(engine, recording, machine, point, workload, tiers)
-    # Of activations between ranks the ledger has no count; and the engine's units are this rank's parts already.
+    # The engine's units are this rank's parts already; activations are those of the whole model.
     stages = _stages(engine)
     sent = traffic(
         shape_of(units) if _is_spread(engine) else shape,
@@ -127,7 +128,31 @@ def predictions(
         replace(point, pipeline=stages),
         with_activations=False,
     )
-    return Predicted([line for line in found if _says_something(line)], sent.bytes)
+    activations = {} if workload is None else _activations(engine, point, workload)
+    return Predicted([line for line in found if _says_something(line)], {**sent.bytes, **activations})
+
+
+def _activations(engine: Engine, point: Point, workload: Workload) -> dict[tuple[str, str], float]:
+    """Bytes of a step along the tensor and pipeline axes, of this very rank."""
+    shape, spread, stages = workload.shape, engine.spread, engine.pipeline
+    if spread is None or shape.hidden is None or shape.layers is None:
+        return {}
+    share = Share(shape.layers) if stages is None else stages.share
+    spread_point = replace(
+        point,
+        micro_batch=workload.micro_batch,
+        accumulate=point.accumulate if stages is None else stages.microbatches,
+        checkpoint_every=workload.checkpoint_every,
+        tensor=spread.tensor,
+        pipeline=spread.pipeline,
+        sequence_parallel=sequence_ranks(engine.model) > 1,
+        loss_parallel=loss_ranks(engine.model) > 1,
+    )
+    found: dict[tuple[str, str], float] = {}
+    for exchange in model_exchanges(shape, spread_point, share):
+        key = exchange.collective, exchange.group
+        found[key] = found.get(key, 0.0) + exchange.sent * exchange.itemsize
+    return found
 
 
 def _says_something(line: Line) -> bool:

@@ -146,6 +146,7 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
     if options.scheduler is not None:
         engine.schedulers.append(options.scheduler)
     step = Step(engine, optimizer, options)
+    _ask_grad_scalers(engine, optimizer)
     known = len(optimizer.param_groups), engine.changes.count
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -181,6 +182,20 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
     optimizer.register_step_post_hook(after_step)
     # A state dict from elsewhere has whole tensors; each rank keeps its range of them.
     optimizer.register_load_state_dict_post_hook(lambda _: _recut(optimizer))
+
+
+def _ask_grad_scalers(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """To hand their verdict over and leave the step to the optimizer, where each rank sees a part of the gradients.
+
+    By itself a torch.amp.GradScaler skips `optimizer.step()` where it found an overflow, and the other ranks would wait
+    for that one. `Step` refuses it, on all of them.
+    """
+    is_set = getattr(optimizer, "_step_supports_amp_scaling", False)  # as torch's fused optimizers have it
+    are_sharded = all(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"])
+    if engine.groups.model is None or are_sharded or is_set:
+        return
+    vars(optimizer)["_step_supports_amp_scaling"] = True
+    engine.on_close.append(lambda: vars(optimizer).pop("_step_supports_amp_scaling", None))
 
 
 def put_onto_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> None:

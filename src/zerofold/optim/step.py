@@ -118,6 +118,12 @@ class Step:
     def _take_over_grad_scaler(self, gradients: Gradients) -> bool:
         """torch.amp.GradScaler hands scale and verdict of a step to optimizers that are fused; else it acts itself."""
         found_inf, scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        if found_inf is not None and self._scaler_sees_a_part():
+            raise RuntimeError(
+                "torch.amp.GradScaler: at this stage, over a tensor or pipeline axis, each rank would see a part of "
+                "the gradients, so that some skip a step and others do not: use zf.prepare(precision='fp16'), which "
+                "scales by itself, or stage 1, 2 or 3"
+            )
         if scale is not None:
             if self._options.clip is not None and len(self._engine.optimizers) > 1:
                 raise RuntimeError(
@@ -127,6 +133,13 @@ class Step:
             gradients.of(self._parameters()).multiply(scale.reciprocal())
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         return found_inf is not None and bool(found_inf.item())
+
+    def _scaler_sees_a_part(self) -> bool:
+        """Whole gradients are plain tensors, of which a GradScaler asks nobody else. Sharded ones ask all ranks."""
+        return self._engine.groups.model is not None and any(
+            parameter.grad is not None and not isinstance(parameter.grad, ShardedTensor)
+            for parameter in self._parameters()
+        )
 
     def _clip_scale(self, gradients: Gradients, norm: float) -> Tensor | None:
         """What the gradients are to be multiplied by; None for nothing, or when an optimizer before has done it."""

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
 from zerofold.nested import tensors_in
 
@@ -51,13 +50,16 @@ class FirstForward:
 
     def __init__(self, model: nn.Module, axis: DeviceMesh) -> None:
         self.axis = axis
-        self.handle: RemovableHandle = model.register_forward_pre_hook(self.look, with_kwargs=True)
+        self.has_looked = False
+        model.register_forward_pre_hook(self.look, with_kwargs=True)
 
     def __deepcopy__(self, memo: object) -> FirstForward:
         return self
 
     def look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self.handle.remove()
+        if self.has_looked:  # the hook stays: to take it away inside a forward would be a change of the model
+            return
+        self.has_looked = True
         inputs = checksum((args, kwargs))
         state = checksum([module.get_rng_state() for module in _generators(self.axis)])
         lowest = torch.tensor([inputs, state], dtype=torch.int64, device=self.axis.device_type)

@@ -5,6 +5,7 @@ Who only asks whether a model is spread does not load torch's DTensor and pipeli
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import nn
@@ -21,6 +22,7 @@ class TensorSpread(NamedTuple):
 
     ranks: int
     sequence_ranks: int = 1  # that each have a part of the sequence between the blocks
+    loss_ranks: int = 1  # that each have some of the words of the logits
 
     def leave_on(self, model: nn.Module) -> None:
         setattr(model, _ATTRIBUTE, self)
@@ -39,8 +41,17 @@ def tensor_ranks(model: nn.Module) -> int:
 
 def sequence_ranks(model: nn.Module) -> int:
     """Over how many ranks the sequence is cut between the model's blocks; 1 where it is whole."""
+    return max((spread.sequence_ranks for spread in _spreads(model)), default=1)
+
+
+def loss_ranks(model: nn.Module) -> int:
+    """Over how many ranks its logits are cut; 1 where they are whole."""
+    return max((spread.loss_ranks for spread in _spreads(model)), default=1)
+
+
+def _spreads(model: nn.Module) -> Iterator[TensorSpread]:
     found = (vars(module).get(_ATTRIBUTE) for module in model.modules())
-    return max((spread.sequence_ranks for spread in found if isinstance(spread, TensorSpread)), default=1)
+    return (spread for spread in found if isinstance(spread, TensorSpread))
 
 
 class HoldsStages:

@@ -10,9 +10,10 @@ All units of a stage stay gathered while its schedule runs: every micro-batch us
 from __future__ import annotations
 
 import inspect
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,15 +27,17 @@ from zerofold.parallel.alike import checksum
 from zerofold.parallel.anatomy import Example, read_anatomy
 from zerofold.parallel.flow import check_flow
 from zerofold.parallel.marks import HoldsStages
-from zerofold.parallel.mesh import PIPELINE, Mesh
+from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
 from zerofold.parallel.schedules import check_counts, owners_of_stages, schedule_kind
-from zerofold.parallel.split import Cost, Split, cut_in_place, plan_stages
+from zerofold.parallel.split import Cost, Split, Stage, cut_in_place, plan_stages
 from zerofold.parallel.stage import LossFn, MicroBatch, Runner, StageModule, Stream, run_forwards
 from zerofold.parallel.stand_ins import Reached
 from zerofold.parallel.tensor import spread_over_tensor_ranks
 from zerofold.parallel.ties import Ties
+from zerofold.plan.traffic import Share
 
 _KEPT_RUNNERS = 4  # shapes of micro-batches for which torch's buffers are kept
+_OTHERS_FAIL_S = 5.0  # in which ranks that share the layers of a stage raise the same, if they do
 _OWN_LOSS = ("labels", "targets", "target")
 
 
@@ -130,6 +133,9 @@ class Pipeline(HoldsStages):
         self._group = mesh.along(PIPELINE).get_group()
         self._ranks = dist.get_process_group_ranks(self._group)
         self._modules = [StageModule(model, split, stage, loss_fn) for stage in split.own]
+        self._rounds = 0  # of steps and evaluations
+        for module in self._modules:
+            module.goes_on = self._tensor_ranks_failed
         self._runners: OrderedDict[Stream, Runner] = OrderedDict()
         self._streams: dict[Any, Stream] = {}
         self._has_looked = False  # whether all ranks of the pipeline get the same batch
@@ -162,7 +168,11 @@ class Pipeline(HoldsStages):
         try:
             with _held(engine):
                 kept = self._ties.set_aside(engine)
-                loss = self._runner(engine, batches[0]).run(batches)
+                runner = self._runner(engine, batches[0])
+                with self._counted(engine, "step", batches):
+                    loss = runner.run(batches)
+                self._stop_together(engine)
+                self._count_sends(engine, runner.stream, passes=2)
                 self._ties.add(engine, kept)
                 self._note_memory(engine)
         except BaseException as error:
@@ -181,7 +191,10 @@ class Pipeline(HoldsStages):
         try:
             with _held(engine):
                 stream = self._stream(engine, batches[0])
-                loss = run_forwards(self._modules, batches, stream, self._group, engine.device)
+                with self._counted(engine, "evaluate", batches):
+                    loss = run_forwards(self._modules, batches, stream, self._group, engine.device)
+                self._stop_together(engine)
+                self._count_sends(engine, stream, passes=1)
         finally:
             engine.hooks.end_pipeline(trains=False)
         return self._tell(loss, engine)
@@ -326,7 +339,73 @@ class Pipeline(HoldsStages):
         told = torch.zeros((), dtype=torch.float32, device=engine.device) if loss is None else loss.detach().clone()
         if len(self._ranks) > 1:
             dist.broadcast(told, src=self._ranks[self.stages[-1].rank], group=self._group)
+            share = (len(self._ranks) - 1) / len(self._ranks)
+            engine.traffic.add("broadcast", "loss", PIPELINE, share, told.element_size())
         return told
+
+    # errors
+
+    def _stop_together(self, engine: Engine) -> None:
+        """Raises on all ranks that train the model what a stage has raised on one of them."""
+        self._rounds += 1
+        course = self._split.course
+        failure, course.failure = course.failure, None
+        flag = torch.tensor(float(failure is not None), dtype=torch.float64)
+        engine.groups.job.all_reduce(flag, unit="errors of stages", op=dist.ReduceOp.MAX).wait()
+        if not flag.item():
+            return
+        mine = None if failure is None else f"stage {failure.stage}: {type(failure.error).__name__}: {failure.error}"
+        told = engine.groups.job.all_gather_objects(mine, unit="errors of stages")
+        if failure is not None:
+            raise failure.error
+        rank = next(rank for rank, said in enumerate(told) if said is not None)
+        raise RuntimeError(f"pipe.step: rank {engine.groups.job.global_ranks[rank]} has failed in {told[rank]}")
+
+    def _tensor_ranks_failed(self) -> bool:
+        """Called by a rank that has. One that fails alone leaves the others inside a layer, waiting for it: they hear
+        of it when its process ends, so it must not go on."""
+        if self.mesh.tensor == 1:
+            return True
+        group = self.mesh.along(TENSOR).get_group()
+        store = dist.PrefixStore(f"zerofold/stages/{group.group_name}", dist.distributed_c10d._get_default_store())
+        key, until = str(self._rounds), time.monotonic() + _OTHERS_FAIL_S
+        count = store.add(key, 1)
+        while count < self.mesh.tensor and time.monotonic() < until:
+            time.sleep(0.05)
+            count = store.add(key, 0)
+        return count >= self.mesh.tensor
+
+    # what is sent
+
+    def _counted(self, engine: Engine, what: str, batches: list[MicroBatch]) -> AbstractContextManager[None]:
+        return nullcontext() if engine.inside is None else engine.inside.around(what, self.model.training, batches)
+
+    @property
+    def share(self) -> Share:
+        """What this rank has of the model's row, for a prediction of what it sends."""
+        own = self._split.own
+        return Share(
+            sum(stage.stop - stage.first for stage in own),
+            has_embedding=any(stage.index == 0 for stage in own),
+            has_head=any(stage.index == len(self.stages) - 1 for stage in own),
+            sends=sum(self._sends(stage, passes=2) for stage in own),
+        )
+
+    def _sends(self, stage: Stage, passes: int) -> int:
+        """Of a micro-batch: its output to the rank of the next stage, and in the second pass a gradient back."""
+        last, sends = len(self.stages) - 1, 0
+        if stage.index < last:
+            sends += self.stages[stage.index + 1].rank != stage.rank
+        if stage.index > 0 and passes > 1:
+            sends += self.stages[stage.index - 1].rank != stage.rank
+        return sends
+
+    def _count_sends(self, engine: Engine, stream: Stream, passes: int) -> None:
+        size, width = stream.shape.numel(), stream.dtype.itemsize
+        for stage in self._split.own:
+            calls = self._sends(stage, passes) * self.microbatches
+            if calls:
+                engine.traffic.add("send", f"stage {stage.index}", PIPELINE, size, width, times=calls)
 
     def _note_memory(self, engine: Engine) -> None:
         self.memory = {

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from zerofold.parallel.schedules import ScheduleKind
 from zerofold.parallel.split import Split, Stage
-from zerofold.parallel.stand_ins import Reached
+from zerofold.parallel.stand_ins import Failure, Reached
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -47,8 +47,29 @@ class StageModule(nn.Module):
         self.batches: list[MicroBatch] = []
         self.number = 0  # of the one that runs: torch's schedules see numbers alone, so inputs may be anything
         self.stream: Stream | None = None
+        self.goes_on: Callable[[], bool] = lambda: True
+        """Whether all ranks that share this stage's layers have failed as well: else they wait for this one."""
 
     def forward(self, *received: Tensor) -> Tensor:
+        """After an error zeros take the place of outputs, so that no other stage waits for what does not come: the
+        schedule runs to its end, and then all ranks raise (`Pipeline`)."""
+        if self.split.course.failure is None:
+            try:
+                return self._run(*received)
+            except Exception as error:
+                if not self.goes_on():
+                    raise
+                self.split.course.failure = Failure(self.stage.index, error)
+        stream = self.stream
+        assert stream is not None, "known before a schedule runs"
+        if received:
+            nothing = received[0] * 0  # in the graph, or there would be no gradient to send back
+        else:
+            device = next(self.model.parameters()).device
+            nothing = torch.zeros(stream.shape, dtype=stream.dtype, device=device).requires_grad_() * 0
+        return nothing.sum().float().reshape(1) if self.is_last else nothing
+
+    def _run(self, *received: Tensor) -> Tensor:
         batch = self.batches[self.number]
         course = self.split.course
         course.first, course.stop, course.was_received = self.stage.first, self.stage.stop, False
@@ -173,9 +194,13 @@ class Runner:
         try:
             self._schedule.step(target=numbers, losses=losses)
         finally:
-            for module in self.modules:
-                module.batches = []
+            forget(self.modules)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+
+def forget(modules: list[StageModule]) -> None:
+    for module in modules:
+        module.batches = []
 
 
 def run_forwards(
@@ -217,8 +242,7 @@ def run_forwards(
                 elif stages[index + 1].rank != here:
                     sent.append((dist.isend(output, dst=ranks[stages[index + 1].rank], group=group), output))
     finally:
-        for module in modules:
-            module.batches = []
+        forget(modules)
     for work, _ in sent:
         work.wait()
     return torch.cat(losses).mean() if losses else None

@@ -14,7 +14,7 @@ first own block is thrown away, and nothing after the last one runs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,13 @@ class Reached(Exception):
         self.stream = stream
 
 
+class Failure(NamedTuple):
+    """What a stage of this rank has raised in a forward."""
+
+    stage: int
+    error: Exception
+
+
 @dataclass
 class Course:
     """What the stand-ins of one model need to know of the stage that runs now."""
@@ -40,6 +47,7 @@ class Course:
     was_received: bool = False  # a block got it
     dtype: torch.dtype | None = None  # of the stream, once it is known
     length_of_output: int | None = None  # of the tuple that a block returns, the stream in front; None for a tensor
+    failure: Failure | None = None  # in the step that runs
 
 
 class StandIn(nn.Module):

@@ -67,7 +67,8 @@ def tensor_parallel(
         agree(control, lambda: _apply(model, axis, chosen))
     finally:
         dist.destroy_process_group(control.group)
-    TensorSpread(mesh.tensor, mesh.tensor if sequence_parallel else 1).leave_on(model)
+    sequence, words = (mesh.tensor if wished else 1 for wished in (sequence_parallel, loss_parallel))
+    TensorSpread(mesh.tensor, sequence, words).leave_on(model)
     share_random_state(axis)
     FirstForward(model, axis)
     return model

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from zerofold.access import full_params
 from zerofold.engine import Engine
+from zerofold.parallel.mesh import PIPELINE
 from zerofold.parallel.split import Split, Tied
 from zerofold.slab import Slab
 
@@ -43,6 +44,7 @@ class Ties:
             shape, dtype = tied.parameter.shape, slab.dtypes.accumulation
             got = slab.gradients.take_local(index)
             mine = torch.zeros(shape, dtype=dtype, device=engine.device) if got is None else got.to(dtype).view(shape)
+            engine.traffic.add("send", tied.name, PIPELINE, mine.numel(), mine.element_size())
             total = mine + self._exchange(mine)  # of two numbers: the same bits in either order
             slab.gradients.put_local(index, total if before is None else total.add_(before.view(shape)))
 

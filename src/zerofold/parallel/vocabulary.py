@@ -15,6 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
+from zerofold.comm import Traffic
+from zerofold.parallel.mesh import TENSOR
+
+ACTIVATIONS = "activations"
+"""What the ledger has in place of a unit for them."""
+
 
 class CutHead(ParallelStyle):
     """After a head was cut by columns: what it gives is known as a part of the words."""
@@ -41,11 +47,12 @@ class CutLogits(Tensor):
 
     group: dist.ProcessGroup
     words: int  # of the whole
+    traffic: Traffic | None = None  # to count in what their loss sends, where nobody else sees it
 
     @staticmethod
-    def of(local: Tensor, group: dist.ProcessGroup, words: int) -> CutLogits:
+    def of(local: Tensor, group: dist.ProcessGroup, words: int, traffic: Traffic | None = None) -> CutLogits:
         made: CutLogits = local.as_subclass(CutLogits)
-        made.group, made.words = group, words
+        made.group, made.words, made.traffic = group, words, traffic
         return made
 
     @property
@@ -76,7 +83,7 @@ class CutLogits(Tensor):
                 return result
             if not result.ndim or result.shape[-1] != logits.shape[-1]:  # in here, shapes are those of a rank's words
                 raise _words_must_stay(logits, name)
-        return CutLogits.of(result, logits.group, logits.words)
+        return CutLogits.of(result, logits.group, logits.words, logits.traffic)
 
 
 _SHAPES = (Tensor.shape.__get__, Tensor.size)  # type: ignore[attr-defined]
@@ -155,6 +162,11 @@ def _cross_entropy(
     losses: Tensor = _VocabularyCrossEntropy.apply(
         wide, target, logits.group, logits.words, ignore_index, label_smoothing
     )
+    if logits.traffic is not None:
+        ranks = logits.group.size()
+        for numbers in (1, 3):  # of each token: the maximum, and the three sums
+            sent = 2 * numbers * target.numel() * (ranks - 1) / ranks
+            logits.traffic.add("all_reduce", ACTIVATIONS, TENSOR, sent, wide.element_size())
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()

@@ -27,6 +27,7 @@ from zerofold.plan.slabs import slabs_of
 from zerofold.plan.states import Widths
 
 TENSOR, PIPELINE, ALL = "tensor", "pipeline", "all"
+_LOSS_BYTES = 4  # of a number, whatever the model computes in
 
 
 class Exchange(NamedTuple):
@@ -188,8 +189,26 @@ def _reductions(unit: UnitShape, chosen: Row, mesh: Mesh, widths: Widths, point:
         yield Exchange("all_reduce", across, mesh.groups, size / owners, widths.gradient, unit.count)
 
 
-def model_exchanges(model: ModelShape, point: Point) -> Iterator[Exchange]:
-    """Activations between the devices that share a model."""
+class Share(NamedTuple):
+    """What of a model's row of blocks and of its ends a rank has."""
+
+    blocks: int
+    has_embedding: bool = True
+    has_head: bool = True
+    sends: float = 0.0
+    """Of a micro-batch: outputs that go to another stage, and gradients that go back to one."""
+
+
+def usual_share(model: ModelShape, point: Point) -> Share:
+    """Of a pipeline's ranks one that sends the most over its tensor axis: the last, with the head, of a long row. Sends
+    to other stages are the mean of all, since the ends have one neighbour."""
+    assert model.layers is not None
+    blocks = -(-model.layers // point.pipeline)
+    return Share(blocks, has_embedding=point.pipeline == 1, sends=2 * crossings(point) if point.pipeline > 1 else 0.0)
+
+
+def model_exchanges(model: ModelShape, point: Point, share: Share | None = None) -> Iterator[Exchange]:
+    """Activations between the devices that share a model; by default those of a usual rank."""
     if point.tensor == point.pipeline == 1:
         return
     if model.hidden is None or model.layers is None:
@@ -198,21 +217,42 @@ def model_exchanges(model: ModelShape, point: Point) -> Iterator[Exchange]:
             "parameters is known; give layers and hidden, or leave both at 1"
         )
     itemsize = widths_of(point.precision).compute
-    size = point.micro_batch * model.tokens * model.hidden
-    blocks = -(-model.layers // point.pipeline)
+    share = usual_share(model, point) if share is None else share
+    tokens = point.micro_batch * model.tokens
+    size = tokens * model.hidden
     if point.tensor > 1:
         # After attention and after the MLP, forward and backward; a recomputed forward makes them again. With sequence
-        # parallelism each is a reduce-scatter and an all-gather, which send as much. Embeddings and the head, which
-        # have one each, are left out.
+        # parallelism each is a reduce-scatter and an all-gather, which send as much.
         passes = 3 if point.checkpoint_every else 2
-        times = 2 * passes * point.accumulate * blocks
+        times = 2 * passes * point.accumulate * share.blocks
         for collective in ("reduce_scatter", "all_gather") if point.sequence_parallel else ("all_reduce",):
             yield Exchange(collective, TENSOR, point.tensor, size, itemsize, times)
+        yield from _exchanges_at_the_ends(model, point, share, tokens, itemsize)
     if point.keeps_parts:  # each input is put together once, before its block is computed again
-        groups = -(-blocks // point.checkpoint_every)
+        groups = -(-share.blocks // point.checkpoint_every)
         yield Exchange("all_gather", TENSOR, point.tensor, size, itemsize, point.accumulate * groups)
     if point.pipeline > 1:
-        # Outputs to the next stage, their gradients to the one before; the mean over stages: the ends send one of them.
-        sends = 2 * point.accumulate * crossings(point)
         shared = point.tensor if point.sequence_parallel else 1  # else each tensor-parallel rank sends all of it
+        sends = point.accumulate * share.sends
         yield Exchange("send", PIPELINE, point.pipeline, size / shared, itemsize, sends)
+
+
+def _exchanges_at_the_ends(
+    model: ModelShape, point: Point, share: Share, tokens: float, itemsize: int
+) -> Iterator[Exchange]:
+    """Of an embedding and a head that are cut over the words, which are whole where they do not divide. Gradients of
+    norms that see a part of the sequence are left out: a few numbers for every block."""
+    if model.hidden is None or model.vocab is None or model.vocab % point.tensor:
+        return
+    size, times, ranks = tokens * model.hidden, point.accumulate, point.tensor
+    if share.has_embedding:  # a rank looks up the words that it has
+        yield Exchange("all_reduce", TENSOR, ranks, size, itemsize, times)
+    if point.sequence_parallel:  # cut before the first block and put together after the last: one way has to gather
+        ends = share.has_embedding + share.has_head
+        yield Exchange("all_gather", TENSOR, ranks, size, itemsize, times * ends)
+    if share.has_head:
+        yield Exchange("all_reduce", TENSOR, ranks, size, itemsize, times)  # the gradient of what it reads
+        if point.loss_parallel:  # four numbers of each token: the largest logit, and three sums
+            yield Exchange("all_reduce", TENSOR, ranks, 4 * tokens, _LOSS_BYTES, times)
+        else:
+            yield Exchange("all_gather", TENSOR, ranks, tokens * model.vocab, itemsize, times)

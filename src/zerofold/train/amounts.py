@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from zerofold.observe.predicted import Workload
@@ -18,6 +20,7 @@ def workload(options: TrainOptions, micro_batch: int, keep: str | None = None) -
         tokens = torch.zeros(1, options.gpt.seq, dtype=torch.long)
     every = options.checkpoint_every
     shape = trace(model, (tokens, tokens), units=Block, checkpoint_every=[every], precision=options.precision)
+    shape = replace(shape, hidden=options.gpt.hidden, heads=options.gpt.heads)  # which a trace does not tell
     return Workload(shape=shape, micro_batch=micro_batch, checkpoint_every=every, checkpoints_on=keep or options.keep)
 
 

@@ -123,7 +123,7 @@ class Training:
             options.out,
             self.model,
             after=self.state.step,
-            workload=self.workload if device.type == "cuda" else None,
+            workload=self.workload if device.type == "cuda" or self.mesh is not None else None,
             flops_per_step=flops_per_token(options.gpt, self.parameters) * self.tokens_per_step / world,
             csv=options.csv,
             tensorboard=options.tensorboard,

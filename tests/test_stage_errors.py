@@ -1,0 +1,83 @@
+"""An error in one stage of a pipeline ends the step on all ranks, and training can go on after it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.test_3d import Sizes, adamw, alone, batch, loss_fn, made
+from torch import Tensor, nn
+
+import zerofold as zf
+
+BAD, STEPS, SOON = 1, 4, 20.0
+
+
+class Refusal(nn.Module):
+    """In the place of a block: raises for the second micro-batch of a step, once it is told to."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.mlp_norm, self.calls, self.is_on = block.mlp_norm, 0, False
+        block.mlp_norm = self
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.is_on and self.calls % 4 == 2:
+            raise KeyError("no such word")
+        return self.mlp_norm(x)
+
+
+def trained(sizes: Sizes, schedule: str, where: int) -> tuple[list[float], str, float]:
+    """Losses of the steps that were made, what the one in between raised, and how long that took."""
+    torch.set_num_threads(1)
+    mesh, model = zf.mesh(device="cpu", **sizes), made("gpt")
+    refusal = Refusal(model.blocks[where])
+    pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn, schedule=schedule)
+    pipe, optimizer = zf.prepare(pipe, adamw(pipe.parameters()), mesh=mesh, stage=1, clip=0.5)
+    losses, said, took = [], "", 0.0
+    for step in range(STEPS):
+        refusal.calls = 0
+        # Of two pipelines over other samples one alone fails.
+        refusal.is_on = step == BAD and mesh.coordinate["data"] == 0
+        tokens, target = (t.chunk(mesh.data)[mesh.coordinate["data"]] for t in batch(step if step < BAD else step - 1))
+        start = time.monotonic()
+        try:
+            loss = pipe.step(tokens, target=target)
+        except (KeyError, RuntimeError) as error:
+            said, took = f"{type(error).__name__}: {error}", time.monotonic() - start
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    zf.close(model)
+    return losses, said, took
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "where"),
+    [
+        ({"pipeline": 2}, "1f1b", 0),
+        ({"pipeline": 2}, "gpipe", 3),
+        ({"pipeline": 2}, "zero_bubble", 3),
+        ({"pipeline": 2}, "zbv", 1),
+        ({"data": 2, "pipeline": 2}, "1f1b", 3),
+        ({"tensor": 2, "pipeline": 2}, "1f1b", 0),
+    ],
+    ids=str,
+)
+def test_all_ranks_stop_and_go_on(ranks: Any, sizes: Sizes, schedule: str, where: int) -> None:
+    world = 2 if len(sizes) == 1 else 4
+    found = ranks(world, trained, sizes, schedule, where)
+    own = [said for _, said, _ in found if said.startswith("KeyError")]
+    assert own == ["KeyError: 'no such word'"] * sizes.get("tensor", 1)
+    for losses, said, took in found:
+        assert took < SOON
+        if not said.startswith("KeyError"):
+            assert said.startswith("RuntimeError: pipe.step: rank ")
+            assert said.endswith(": KeyError: 'no such word'")
+            assert " has failed in stage " in said
+        if "data" not in sizes:  # the step that failed has left nothing behind
+            assert losses == pytest.approx(alone("gpt")[0][: STEPS - 1], abs=1e-5)
