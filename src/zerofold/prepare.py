@@ -314,7 +314,7 @@ def _check_axes(model: nn.Module, mesh: DeviceMesh | Mesh | None) -> None:
                 f"mesh: '{spread}' is a DTensor, and there is no mesh= with a tensor axis: pass mesh=zf.mesh(tensor=…)"
             )
     cut = {TENSOR: tensor_ranks(model), PIPELINE: pipeline_ranks(model)}
-    if isinstance(mesh, DeviceMesh):  # somebody has chosen the ranks by hand
+    if mesh is not None and not isinstance(mesh, Mesh):  # somebody has chosen the ranks by hand
         return
     for axis, ranks in cut.items():
         given = 1 if mesh is None else mesh.size(axis)

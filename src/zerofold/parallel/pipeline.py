@@ -35,6 +35,7 @@ from zerofold.parallel.stand_ins import Reached
 from zerofold.parallel.tensor import spread_over_tensor_ranks
 from zerofold.parallel.ties import Ties
 from zerofold.plan.traffic import Share
+from zerofold.timing import Tape
 
 _KEPT_RUNNERS = 4  # shapes of micro-batches for which torch's buffers are kept
 _OTHERS_FAIL_S = 5.0  # in which ranks that share the layers of a stage raise the same, if they do
@@ -199,6 +200,11 @@ class Pipeline(HoldsStages):
             engine.hooks.end_pipeline(trains=False)
         return self._tell(loss, engine)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise TypeError(
+            "a pipeline is no module: call pipe.step(…) to train a batch, pipe.evaluate(…) for its loss alone"
+        )
+
     def __str__(self) -> str:
         total = sum(stage.parameters for stage in self.stages)
         count = f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}"
@@ -207,7 +213,8 @@ class Pipeline(HoldsStages):
         for stage in self.stages:
             blocks = f"{stage.first} to {stage.stop - 1}" if stage.stop > stage.first + 1 else str(stage.first)
             share = f"{stage.parameters / total:.0%}"
-            lines.append(f"{stage.index:>5} {stage.rank:>5}  {blocks:<12} {stage.parameters:>14,} {share:>7}")
+            rank = self._ranks[stage.rank]  # of this pipeline; with other axes there are several side by side
+            lines.append(f"{stage.index:>5} {rank:>5}  {blocks:<12} {stage.parameters:>14,} {share:>7}")
         return "\n".join(lines)
 
     def _engine(self) -> Engine:
@@ -301,9 +308,13 @@ class Pipeline(HoldsStages):
                 self.microbatches,
                 engine.device,
                 self._take_assigned_gradients,
+                self._tape,
             )
         self._runners.move_to_end(stream)
         return self._runners[stream]
+
+    def _tape(self) -> Tape | None:
+        return Engine.of(self.model).clock.tape
 
     def _take_assigned_gradients(self) -> None:
         """Of the engine that the model has now: after zf.close it may have been placed anew."""

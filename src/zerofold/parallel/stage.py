@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,10 @@ from torch.distributed.pipelining import PipelineStage
 from zerofold.parallel.schedules import ScheduleKind
 from zerofold.parallel.split import Split, Stage
 from zerofold.parallel.stand_ins import Failure, Reached
+from zerofold.timing import OTHER, Tape
 
 LossFn = Callable[[Any, Any], Tensor]
+WAIT_UNIT = "pipeline"  # as the ledger calls what is waited for between a stage's micro-batches
 
 
 class MicroBatch(NamedTuple):
@@ -119,23 +122,42 @@ class StageModule(nn.Module):
 
 
 class _TorchStage(PipelineStage):
-    """Torch's stage, which tells its module which micro-batch runs, and others when gradients of weights have been
-    assigned past autograd's own accumulation.
+    """Torch's stage, which tells its module which micro-batch runs, others when gradients of weights have been
+    assigned past autograd's own accumulation, and the ledger when it computes: between that it waits for other stages.
     """
 
     module: StageModule
     after_weights: Callable[[], None]
+    tape: Callable[[], Tape | None]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.module.number = fwd_chunk_id
         try:
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            with self._computing():
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:  # torch's own, about shapes: what the model said is its cause
             raise error.__cause__ or error from None
 
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        with self._computing():
+            super().backward_one_chunk(*args, **kwargs)
+
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        super().backward_weight_one_chunk(*args, **kwargs)
+        with self._computing():
+            super().backward_weight_one_chunk(*args, **kwargs)
         self.after_weights()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        tape = self.tape()
+        if tape is None:
+            yield
+            return
+        tape.end()
+        try:
+            yield
+        finally:
+            tape.begin(OTHER, WAIT_UNIT)
 
 
 class Runner:
@@ -150,8 +172,9 @@ class Runner:
         microbatches: int,
         device: torch.device,
         after_weights: Callable[[], None],
+        tape: Callable[[], Tape | None],
     ) -> None:
-        self.modules, self.stream, self.microbatches = modules, stream, microbatches
+        self.modules, self.stream, self.microbatches, self._tape = modules, stream, microbatches, tape
         stages = [self._stage(module, group, device, after_weights) for module in modules]
 
         def mean(output: Tensor, number: Tensor) -> Tensor:
@@ -176,7 +199,7 @@ class Runner:
             output_args=(loss if module.is_last else example,),
             group=group,
         )
-        stage.module, stage.after_weights = module, after_weights
+        stage.module, stage.after_weights, stage.tape = module, after_weights, self._tape
         return stage
 
     @property
@@ -191,10 +214,15 @@ class Runner:
             module.batches, module.stream = batches, self.stream
         numbers = torch.arange(self.microbatches)
         losses: list[Tensor] = []
+        tape = self._tape()
+        if tape is not None:
+            tape.begin(OTHER, WAIT_UNIT)
         try:
             self._schedule.step(target=numbers, losses=losses)
         finally:
             forget(self.modules)
+            if tape is not None:
+                tape.end()
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
 
