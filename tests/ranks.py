@@ -236,6 +236,7 @@ class World:
 
 def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection) -> None:
     """The life of a rank process: join the group, then run calls until the other end closes."""
+    gc.freeze()  # what was imported before the fork
     # Ctrl-C reaches the whole terminal; the test process decides what happens to the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
