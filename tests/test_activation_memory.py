@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zerofold as zf
 from models import Block, batches, make_model
+from zerofold.activation.shelves import DeviceShelf
 from zerofold.activation.slots import Slots
 from zerofold.bench.gpt import GPT, GPTSize, RandomTokens
 from zerofold.bench.gpt import Block as GPTBlock
@@ -78,9 +79,22 @@ def test_the_memory_of_one_step_serves_the_next() -> None:
         sizes.append(checkpointing.arena_nbytes // (LAYERS * INPUT))
         loss.backward()
         del loss
-    assert sizes == [1, 1, 1, 1, 2, 2]  # as much larger as the first tensor of the step, at once
+    assert sizes == [1, 1, 1, 1, 2, 2]
     checkpointing.remove()
     assert checkpointing.arena_nbytes == 0
+
+
+def test_the_block_grows_before_it_is_too_small() -> None:
+    shelf, blocks = DeviceShelf(torch.device("cpu")), []
+    for rows in (4, 4, 2, 6, 5, 6):
+        items = [shelf.put(torch.ones(rows, 128)) for _ in range(3)]
+        blocks.append((shelf._slots.blocks, shelf.arena_nbytes))
+        for item in items:
+            shelf.give(item)
+    first = 3 * 4 * 128 * 4
+    assert blocks[0] == (3, first)  # nobody knows yet how much will be wanted
+    assert blocks[1:3] == [(1, first)] * 2
+    assert blocks[3:] == [(1, 3 * 6 * 128 * 4)] * 3  # as much larger as the first tensor of that step, at once
 
 
 def test_slots_are_one_block_after_the_first_step_and_fill_gaps() -> None:
