@@ -3,8 +3,8 @@
     a thread of Python    [call                                             ]      20 µs with the lock, 10 ms without
     inside                [cast b0][fused b0][cast b0][cast b1][fused b1] …        as `adam_cpu` does it
 
-With a call for each operation, eight threads asked for the lock some 20,000 times a second. Whoever launches a GPU's
-kernels then waits at every one of them: its small operations went 11 times slower on an H200's host.
+With a call for each operation every thread asks for the lock again and again, and so does whoever launches a GPU's
+kernels. Beside eight such threads that one got a tenth of the small operations done that it did beside one.
 
 The loop is TorchScript, since that is the one interpreter in torch that runs without the lock and needs no compiler.
 """

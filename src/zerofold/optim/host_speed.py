@@ -80,8 +80,9 @@ def try_host_updates(elements: int, candidates: Candidates) -> list[HostTrial]:
 def host_candidates() -> list[tuple[int, frozenset[int] | None]]:
     """Numbers of threads, and cores to bind them to, worth a trial here: a half of the cores and less.
 
-    The others launch kernels, run backward and move states. Two "cores" are often one with two names, too: of 16 on an
-    H200's host, 14 and 15 threads updated faster than 8 and made every step slower, by up to 0.3 s.
+    The others launch kernels, run backward and move states; and two "cores" are often one with two names. On an H200's
+    host with 16 the runs with 14 and 15 threads were slower than those with 6 to 8. These were different runs on a noisy
+    machine; in one process, 8 and 12 threads could not be told apart.
 
     >>> (max(1, usable_cores() // 2), None) in host_candidates()
     True
