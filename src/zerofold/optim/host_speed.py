@@ -81,7 +81,7 @@ def host_candidates() -> list[tuple[int, frozenset[int] | None]]:
     """Numbers of threads, and cores to bind them to, worth a trial here: a half of the cores and less.
 
     The others launch kernels, run backward and move states; and two "cores" are often one with two names. On an H200's
-    host with 16 the runs with 14 and 15 threads were slower than those with 6 to 8. These were different runs on a noisy
+    host with 16, runs with 14 and 15 threads were slower than runs with 6 to 8. They were different runs on a noisy
     machine; in one process, 8 and 12 threads could not be told apart.
 
     >>> (max(1, usable_cores() // 2), None) in host_candidates()
