@@ -49,7 +49,5 @@ def times(schedule: str) -> tuple[dict[str, float], list[str]]:
 def test_waiting_for_another_stage_counts_as_waiting(ranks: Any, schedule: str) -> None:
     (first, waits), (second, _) = ranks(2, times, schedule)
     assert first["other"] > 2 * SLOW  # four slow micro-batches, of which it computes beside one or two
-    assert first["compute"] < first["other"]
     assert second["compute"] > 3.5 * SLOW
-    assert second["other"] < second["compute"]
     assert "wait for other pipeline" in waits
