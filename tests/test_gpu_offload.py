@@ -38,11 +38,21 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 128), *blocks, nn.Linear(128, 16)).cuda()
 
 
-def train(offload: Any, steps: int, *, backwards: int = 1, precision: Any = "bf16", stage: int = 3) -> list[Tensor]:
-    """Weights and moments. The large eps keeps Adam from making updates out of the last bits of gradients."""
+def train(
+    offload: Any,
+    steps: int,
+    *,
+    backwards: int = 1,
+    precision: Any = "bf16",
+    stage: int = 3,
+    clip: float = 0.05,
+    early: list[float] | None = None,
+) -> list[Tensor]:
+    """Weights and moments. The large eps keeps Adam from making updates out of the last bits of gradients. `early`
+    collects how many elements each step found updated."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    options: dict[str, Any] = {"clip": 0.05, "accumulate": backwards, "one_pass": True}
+    options: dict[str, Any] = {"clip": clip, "accumulate": backwards, "one_pass": True}
     model, optimizer = zf.prepare(
         model, optimizer, stage=stage, units=Block, offload=offload, precision=precision, **options
     )
@@ -51,6 +61,8 @@ def train(offload: Any, steps: int, *, backwards: int = 1, precision: Any = "bf1
             batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + part)).cuda()
             (model(batch).float() ** 2).mean().backward()
         optimizer.step()
+        if early is not None:
+            early.append(zf.ledger(model).snapshot()["offload"]["update"]["early_elements"])
         optimizer.zero_grad()
     faces = [p for group in optimizer.param_groups for p in group["params"]]
     found = [zf.full(p) for p in faces]
@@ -86,6 +98,24 @@ def test_every_placement_trains_as_none(
     if precision == "fp32":  # 16-bit parameters that round the other way once are something else afterwards
         expected, found = (train(each, 6, backwards=backwards, precision=precision) for each in (None, place))
         assert largest_difference(found, expected) < 1e-5, "after six steps"
+
+
+@alone
+@pytest.mark.parametrize("name", ["optimizer", "all"])
+@pytest.mark.parametrize("share", [0.6, 1.0])
+@pytest.mark.parametrize("clip", [1e9, 1e-3])
+def test_updates_under_backward_have_the_bits_of_those_after_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, share: float, clip: float
+) -> None:
+    place = PLACES[name] | {"device_share": share, "threads": 2}
+    early: list[float] = []
+    found, watched = train(place, 6, clip=clip), train(place, 6, clip=clip, early=early)
+    for module_name in ("MOST_AHEAD", "FEW_AHEAD"):
+        monkeypatch.setattr(start, module_name, 0)
+    expected = train(place, 6, clip=clip)
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, watched, expected))
+    assert (max(early[2:]) > 0) == (clip > 1), early
 
 
 @alone

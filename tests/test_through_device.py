@@ -59,7 +59,14 @@ class FakeStream:
 
 @contextmanager
 def updated_through_the_device(
-    share: float, *, ahead: int = 0, tunes: bool = False, precision: Any = "bf16", place: Any = None
+    share: float,
+    *,
+    ahead: int = 0,
+    early: bool = False,
+    tunes: bool = False,
+    precision: Any = "bf16",
+    place: Any = None,
+    clip: float = 0.5,
 ) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
     """A model whose offloaded states go through a device that is the host."""
     with pytest.MonkeyPatch.context() as patch:
@@ -74,9 +81,9 @@ def updated_through_the_device(
             "synchronize": lambda _: None,
         }.items():
             patch.setattr(torch.cuda, name, fake)
-        options: dict[str, Any] = {"stage": 3, "precision": precision, "clip": 0.5, "one_pass": True}
+        options: dict[str, Any] = {"stage": 3, "precision": precision, "clip": clip, "one_pass": True}
         model, optimizer = prepared(place or {"optimizer": "host"}, **options)
-        engine, way = Engine.of(model), Way(2, None, share, tunes, ahead=ahead)
+        engine, way = Engine.of(model), Way(2, None, share, tunes, ahead=ahead, early=early)
         transfers: Any = SimpleNamespace(device=CPU, is_async=True)
         engine.updates = AwayUpdates(transfers, engine.offloading.memory, engine.slabs(), way)
         yield model, optimizer
@@ -143,7 +150,7 @@ def test_the_device_alone_is_not_taken_for_fast_where_it_had_nothing_to_do() -> 
 def failures(where: str) -> tuple[list[str], list[str]]:
     before = set(threading.enumerate())
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("the bus broke")
 
     with updated_through_the_device(1.0, ahead=2) as (model, optimizer):

@@ -6,7 +6,7 @@ the reduction; `settle` shows the result, for the parameters that had a gradient
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -156,6 +156,7 @@ class FaceGradients:
         self._on_parameters = [FaceGradient(face) for face in faces]
         self._flat: Tensor | None = None
         self._is_reserved = False
+        self.on_mean: Callable[[], None] | None = None  # told when a rank alone has the gradients of a backward
 
     def lie_in(self, flat: Tensor) -> None:
         """From now on pieces are in this memory of zeros, those of a rank alone too."""
@@ -190,6 +191,8 @@ class FaceGradients:
         local, self._local = self._local, [None] * len(self.parameters)
         if reducer.comm.size == 1 and reducer.across is None:
             self._adopt(local, 1 / reducer.loss_scale)
+            if self.on_mean is not None:
+                self.on_mean()
             return
         accumulate, wire = tuple(self._holds_value), self.dtypes.reduction
         reducer.start(Reduction(unit, local, self.layout, self._storage(), accumulate, across, wire))

@@ -102,7 +102,9 @@ class AwayGradients(FaceGradients):
     @torch.no_grad()
     def _adopt(self, local: list[Tensor | None], scale: float) -> None:
         stays = [self._stays(index) for index in range(len(local))]
-        super()._adopt([g if s else None for g, s in zip(local, stays, strict=True)], scale)
+        staying = [g if s else None for g, s in zip(local, stays, strict=True)]
+        super()._adopt(staying, scale)
+        self._take_norms([index for index, gradient in enumerate(staying) if gradient is not None])
         arrived = [(i, g) for i, g in enumerate(local) if g is not None and not stays[i]]
         if not arrived:
             return
@@ -119,9 +121,7 @@ class AwayGradients(FaceGradients):
                     earlier = self._piece(index).to(gradient.device, non_blocking=True)
                     gradient = earlier.add_(gradient) if earlier.device != self.room.device else earlier + gradient
                 sent.append(gradient)
-            wide = torch.promote_types(sent[0].dtype, torch.float32)
-            norms = torch._foreach_norm(sent, 2.0, dtype=wide)
-            for (index, _), gradient, norm in zip(arrived, sent, norms, strict=True):
+            for (index, _), gradient, norm in zip(arrived, sent, _norms(sent), strict=True):
                 self._piece(index).copy_(gradient, non_blocking=True)
                 self._show(index)
                 shown = self.faces[index].grad
@@ -131,6 +131,14 @@ class AwayGradients(FaceGradients):
                     self.spoiled.add(index)
             self.landed = self._transfers.done()
         self.faces[0].spec.step.is_under_way = True
+
+    def _take_norms(self, staying: Sequence[int]) -> None:
+        """Under backward, so that the step has less to do before it knows that of all."""
+        shown = [gradient for index in staying if isinstance(gradient := self.faces[index].grad, ShardedTensor)]
+        for dtype in dict.fromkeys(gradient.form.dtype for gradient in shown):
+            some = [gradient for gradient in shown if gradient.form.dtype is dtype]
+            for gradient, norm in zip(some, _norms([each.form for each in some]), strict=True):
+                gradient.known_norm = norm
 
     def _stays(self, index: int) -> bool:
         """A gradient is added to where the earlier one is; a first one goes where the next update wants it."""
@@ -165,3 +173,9 @@ class AwayGradients(FaceGradients):
             gradient = face.grad  # one that stays on the device was never in the room
             if isinstance(gradient, ShardedTensor) and gradient.form.untyped_storage().data_ptr() == narrow:
                 face.grad = ShardedTensor(face.spec.shaped(self._piece(index)), face.spec)
+
+
+def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Of tensors of one dtype; those of 16 bits are summed up in 32."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch._foreach_norm(tensors, 2.0, dtype=wide)

@@ -27,8 +27,8 @@ from zerofold.plan.tracing import trace
 MEASURED_STEPS = 2
 TIMED_STEPS = 5
 LEFT_BEHIND = 2**26
-"""Bytes of the device that a row may leave to the next one: far below what any prediction is judged by, and more than the
-maps of blocks that the fused update keeps for its process, 8 bytes for 2,048 parameters of each division into tensors."""
+"""Bytes of the device that a row may leave to the next one: far below what any prediction is judged by, and more than
+the maps of blocks that the fused update keeps for its process, 8 bytes for 2,048 parameters of each division."""
 
 
 @dataclass(frozen=True, kw_only=True)

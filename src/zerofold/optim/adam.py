@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from zerofold.engine import Engine
 from zerofold.gradients_away import AwayGradients
 from zerofold.optim.away import updates_of
 from zerofold.optim.away.chunks import Piece, Scaling
+from zerofold.optim.away.early import SlabWork
 from zerofold.optim.onepass import STATE_DTYPES, AdamSettings, AdamTensors, adam
 from zerofold.sharded import ShardedParameter, ShardedTensor
 from zerofold.slab import Slab
@@ -73,7 +75,33 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
             )
             for slab in ordered
         ]
-        updates.submit(work, scaling)
+        alone = len(engine.optimizers) == 1  # else nobody knows which of them steps next
+        updates.submit(work, scaling, partial(_upcoming, engine, optimizer, clip_value) if alone else None)
+
+
+def _upcoming(
+    engine: Engine, optimizer: torch.optim.Optimizer, clip_value: float | None, slab: Slab
+) -> SlabWork | None:
+    """What the next step will do to a slab if its gradients stay what they are; changes nothing."""
+    if engine.is_swapped or engine.before_change:  # a copy of the states as they are now may be under way
+        return None
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    pieces = []
+    for index, (face, piece) in enumerate(zip(slab.faces, slab.layout.pieces(slab.place), strict=True)):
+        gradient, state, group = face.grad, optimizer.state.get(face), groups.get(id(face))
+        if not isinstance(gradient, ShardedTensor) or not piece.size:
+            continue
+        if group is None or not state or not all(_is_ready(state.get(name), slab, name) for name in _MOMENTS):
+            return None
+        if gradient.form.device != slab.home.device or index not in slab.streamed:
+            return None
+        assert isinstance(face, ShardedParameter)
+        step = int(state["step"]) + 1
+        seed = _seed(step, face, slab)
+        flat = gradient.form.detach().reshape(-1)
+        pieces.append(Piece(piece.shard_start, piece.shard_stop, flat, _settings(group), step, seed, streams=True))
+    dtype = engine.precision.moments
+    return SlabWork(pieces, (slab.moment("exp_avg", dtype), slab.moment("exp_avg_sq", dtype)), clip_value)
 
 
 def _streams(slab: Slab, index: int, piece: Piece) -> bool:
@@ -127,13 +155,14 @@ def _ready_state(
         state["step"] = torch.tensor(0.0)
     for name in _MOMENTS:
         held = state.get(name)
-        if isinstance(held, ShardedTensor) and held.dtype is dtype and _is_at_home(held, slab, name):
+        if _is_ready(held, slab, name):
             continue
         room = torch.zeros_like(face.form, dtype=dtype)
         if slab.is_away:
             piece = slab.layout.pieces(slab.place)[index]
             room = face.spec.shaped(slab.moment(name, dtype)[piece.shard_start : piece.shard_stop])
         if held is not None:  # loaded or handed over: whole, in another dtype, or in other memory
+            engine.step.look(slab.master)  # which may have begun to be updated
             room.copy_(held.local if isinstance(held, ShardedTensor) else face.spec.cut(held))
         state[name] = ShardedTensor(room, face.spec)
     if not isinstance(state["step"], Tensor):
@@ -144,7 +173,10 @@ def _ready_state(
     return int(state["step"].item())
 
 
-def _is_at_home(held: ShardedTensor, slab: Slab, name: str) -> bool:
+def _is_ready(held: object, slab: Slab, name: str) -> bool:
+    """A moment is in its dtype and in its memory."""
+    if not isinstance(held, ShardedTensor) or held.dtype is not slab.home.precision.moments:
+        return False
     if not slab.is_away:
         return held.form.device == slab.master.device
     own = slab.moments.get(name)

@@ -48,7 +48,7 @@ class Step:
         if engine.replicas is not None and self._optimizer is engine.optimizers[0]:
             engine.replicas.before_step()
         if engine.updates is not None:
-            engine.updates.finish()  # while the device is still in backward: below, it would wait for this
+            engine.updates.finish_last()  # while the device is still in backward: below, it would wait for this
         gradients = Gradients(engine)
         info = self._judge(gradients)
         self._was_applied = not info.skipped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -76,6 +76,18 @@ class Chunk:
     @property
     def streams(self) -> bool:
         return self.pieces[0].streams
+
+    @property
+    def key(self) -> tuple[Slab, int, int]:
+        return self.slab, self.start, self.stop
+
+    @property
+    def work(self) -> Hashable:
+        """Equal for two updates of one chunk that do the same: to the same gradients, unchanged since, while the first
+        chunk keeps their memory from being given to others."""
+        gradients = [(p.gradient.data_ptr(), p.gradient._version, p.gradient.dtype) for p in self.pieces]
+        numbers = [(p.start, p.stop, p.settings, p.step, p.seed) for p in self.pieces]
+        return self.scaling, tuple(zip(numbers, gradients, strict=True))
 
     def tensors(self, states: Sequence[Tensor], gradients: Sequence[Tensor], copies: Sequence[Tensor | None]) -> Groups:
         """For the kernel, by settings, with the states in other memory perhaps."""

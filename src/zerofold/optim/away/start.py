@@ -16,9 +16,10 @@ from zerofold.placement import Tier
 
 FIRST_SHARE = 0.65  # of the elements go through the device, until steps have been timed
 SAFE_PART = 0.9  # of the device's memory
-SPARE_PART = 1 / 6  # of what is left of that, for gradients and chunks that wait on the device
+SPARE_PART = 1 / 5  # of what is left of that, for gradients and chunks that wait on the device
+FILLED_PART = 0.95  # instead of both, of a limit that "auto" is to fill
 MOST_AHEAD = 64  # chunks, 12.9 GB
-FEW_AHEAD = 16  # where parameters are away as well: the device's memory is wanted for something else
+FEW_AHEAD = 21  # where parameters are away as well: the device's memory is wanted for something else
 
 
 def updates_of(engine: Engine) -> AwayUpdates:
@@ -56,24 +57,30 @@ def _way(engine: Engine) -> Way:
         return Way(threads or torch.get_num_threads(), None, 0.0, tunes=False)
     speed = HostSpeed(threads, None, 0.0) if threads is not None else measure_host_update()
     first = FIRST_SHARE if share is None else share
-    room = SPARE_PART * _room_on_device(engine)
+    room = _room_on_device(engine)
     gradients = _gradient_bytes(engine)
-    keeps = gradients < room
-    ahead = int((room - gradients) / (3 * 4 * CHUNK)) if keeps and first > 0 else 0
+    keeps = gradients < room / 2
+    alone = engine.groups.gather.size == 1 and engine.groups.across is None
+    early = alone and not any(slab.home.adds_up for slab in engine.slabs())
+    slot = CHUNK * (3 * 4 + 2 + (0 if keeps else 2))  # states, a copy, and a gradient that stays
+    ahead = int((room - (gradients if keeps else 0)) / slot) if (keeps or early) and first > 0 else 0
     parameters_go_up = any(slab.is_away and slab.tiers.parameters is not Tier.DEVICE for slab in engine.slabs())
     most = FEW_AHEAD if parameters_go_up else MOST_AHEAD
-    return Way(speed.threads, speed.cores, first, share is None, keeps_gradients=keeps, ahead=min(ahead, most))
+    ahead = max(0, min(ahead, most))
+    return Way(speed.threads, speed.cores, first, share is None, keeps_gradients=keeps, ahead=ahead, early=early)
 
 
 def _room_on_device(engine: Engine) -> float:
-    """Of the device's memory, that nobody has needed until now; a forward and a backward have been. None of it where
-    somebody has said that gradients go to the host."""
+    """A part of the device's memory that nobody has needed until now; a forward and a backward have been. None of it
+    where somebody has said that gradients go to the host; nearly all of it where somebody has set a limit to fill."""
     wish = engine.offloading.wish
     if wish is None or wish.gradients != AUTO:
         return 0.0
-    limit = device_memory(engine.device)
+    limit, used = device_memory(engine.device), torch.cuda.max_memory_allocated(engine.device)
+    if wish.optimizer == AUTO and wish.device_limit is not None:
+        return FILLED_PART * min(limit, wish.device_limit) - used
     limit = limit if wish.device_limit is None else min(limit, wish.device_limit)
-    return SAFE_PART * limit - torch.cuda.max_memory_allocated(engine.device)
+    return SPARE_PART * (SAFE_PART * limit - used)
 
 
 def _gradient_bytes(engine: Engine) -> int:

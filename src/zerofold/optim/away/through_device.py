@@ -4,8 +4,12 @@ up       [c0][c1][c2][c3]        [c0]   master and moments (12 bytes a parameter
 kernel       [k0][k1][k2][k3]
 down             [c0][c1][c2][c3]       the bus carries both directions at once
 
-The bus and the host's cores share the host's memory, yet together they update half as fast again as either alone. Where
-the device has room, the first chunks come up again at the end, and wait there for the next step.
+The bus and the host's cores share the host's memory, yet together they update half as fast again as either alone.
+
+Where the device has room for some chunks more, the bus works under backward too. The first chunks to have their
+gradients are updated as if nothing were clipped, and go down; their old states stay on the device until the step has
+seen the norm of all gradients. Then the early update stands, or is made anew from the old states (`run_early`). Where
+that is of no use, the first chunks of the next update come up before it, and wait.
 
 In either direction the bus serves one stream until that has nothing more for it. So one chunk at a time is set going,
 by a thread for each direction: a batch that goes up, a loss that comes down and parameters that forward needs get their
@@ -15,9 +19,10 @@ turn in between, and not after the whole update.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,15 +80,28 @@ class _Slot:
         return sum(t.nbytes for t in (*self.states, *self._others.values()))
 
 
+class _Early(NamedTuple):
+    """An update before its step."""
+
+    chunk: Chunk
+    work: Hashable
+    old: _Slot
+    """The states before, and the copy that forward is to get."""
+    made: torch.cuda.Event
+    is_down: Done
+
+
 class DeviceUpdate:
     """Runs in the thread of a worker; what goes down has another, so that neither direction waits for the other."""
 
     def __init__(self, device: torch.device, up: Any, *, ahead: int) -> None:
-        """`ahead`: chunks that wait on the device for the next step."""
+        """`ahead`: chunks that wait on the device for the next step, or whose old states do."""
         self._device, self._up, self._ahead = device, up, ahead
         self._kernel, self._copies, self._down = (torch.cuda.Stream(device) for _ in range(3))
         self._slots = deque(_Slot(device) for _ in range(SLOTS + ahead))  # free the longest first
         self._staged: dict[tuple[object, int, int], _Slot] = {}
+        self._early: dict[tuple[object, int, int], _Early] = {}
+        self.stood = 0  # elements of this step that were updated early
         # Of this step, as many as can wait for the next, without their gradients; and when each is down.
         self._first: list[tuple[Chunk, Done]] = []
         self._arrived = torch.cuda.Event(blocking=True)  # the chunk before
@@ -94,23 +112,26 @@ class DeviceUpdate:
 
     @property
     def nbytes(self) -> int:
-        return sum(slot.nbytes for slot in (*self._slots, *self._staged.values()))
+        early = [each.old for each in list(self._early.values())]
+        return sum(slot.nbytes for slot in (*self._slots, *self._staged.values(), *early))
 
     def begin(self, changed: set[object]) -> None:
         """What the step before has sent down may come up again now. `changed`: slabs that somebody else has changed."""
         torch.cuda.set_device(self._device)
-        self._first, self._has_run = [], False
+        self._first, self._has_run, self.stood = [], False, 0
         for key in [key for key in self._staged if key[0] in changed]:
             self._slots.appendleft(self._staged.pop(key))
         self._up.wait_stream(self._down)
         self._times[0].record(self._up)
+        self._kernel.wait_stream(self._up)  # and so behind all that the model still computes with what is written here
 
-    def end(self) -> None:
-        """All chunks are on their way."""
+    def end(self, *, stages: bool) -> None:
+        """All chunks are on their way. `stages`: the first ones come up for the next step."""
+        self.take_back()
         for left in self._staged.values():  # not part of this step
             self._slots.appendleft(left)
         self._staged = {}
-        for chunk, is_down in self._first:
+        for chunk, is_down in self._first if stages else ():
             slot = self._take_slot()
             is_down.finish()
             self._arrived.synchronize()
@@ -118,7 +139,7 @@ class DeviceUpdate:
                 self._bring(chunk, slot)
                 self._arrived = torch.cuda.Event(blocking=True)
                 self._arrived.record(self._up)
-            self._staged[_key(chunk)] = slot
+            self._staged[chunk.key] = slot
         self._first = []
 
     def settle(self) -> None:
@@ -135,10 +156,70 @@ class DeviceUpdate:
     def close(self) -> None:
         self._sender.shutdown()
 
+    def run_early(self, chunk: Chunk, work: Hashable) -> None:
+        """Under backward, when its gradients are there. They may still change: `work` is what they were."""
+        torch.cuda.set_device(self._device)
+        before = self._early.pop(chunk.key, None)
+        old = self._staged.pop(chunk.key, None) if before is None else before.old
+        is_here = old is not None
+        if old is None:
+            if len(self._early) >= self._ahead:
+                return
+            if len(self._early) + len(self._staged) >= self._ahead:
+                self._slots.appendleft(self._staged.pop(next(iter(self._staged))))
+            old = self._take_slot()
+        new = self._take_slot()
+        states = [held[: chunk.size] for held in new.states]
+        self._arrived.synchronize()
+        if not is_here:
+            with torch.cuda.stream(self._up):
+                self._bring(chunk, old)
+                self._arrived = torch.cuda.Event(blocking=True)
+                self._arrived.record(self._up)
+        with torch.cuda.stream(self._kernel):
+            self._kernel.wait_event(self._arrived)
+            chunk.arrived.wait()
+            for here, there in zip(states, old.states, strict=True):
+                here.copy_(there[: chunk.size])
+            gradients = [self._brought(chunk, piece.start, piece.gradient, new) for piece in chunk.pieces]
+            self._compute(chunk, states, gradients, self._rooms_in(old, chunk))
+            made = self._kernel.record_event()
+        is_down = new.free = _IsDown(self._sender.submit(self._send_down, chunk, new, made))
+        self._slots.append(new)
+        self._early[chunk.key] = _Early(chunk, work, old, made, is_down)
+
+    def take_back(self) -> None:
+        """What was updated early is again, where it lives, as the last step left it."""
+        torch.cuda.set_device(self._device)
+        for early in self._early.values():
+            early.old.free = _IsDown(self._sender.submit(self._send_down, early.chunk, early.old, early.made))
+            self._slots.append(early.old)
+        for early in self._early.values():
+            early.old.free.finish()
+        self._early = {}
+
+    def _let_stand(self, early: _Early, chunk: Chunk) -> Ends:
+        """The step does what was done already: forward may have the copy."""
+        with torch.cuda.stream(self._kernel):
+            copies = self._rooms_in(early.old, chunk)
+            for target, source in zip(chunk.copies(), copies, strict=True):
+                if target is not None and source is not None and target.device == self._device:
+                    target.copy_(source)
+            usable = self._kernel.record_event()
+            self._times[1].record(self._kernel)
+        usable = self._send_copies(chunk, copies, usable)
+        early.old.free = Done(usable)
+        self._slots.append(early.old)
+        self.stood += chunk.size
+        return Ends(early.is_down if chunk.copy is None else Done(usable), early.is_down)
+
     def run(self, chunk: Chunk) -> Ends:
         torch.cuda.set_device(self._device)
         self._has_run = True
-        slot = self._staged.pop(_key(chunk), None)
+        early = self._early.pop(chunk.key, None)
+        if early is not None and early.work == chunk.work:
+            return self._let_stand(early, chunk)
+        slot = self._staged.pop(chunk.key, None) if early is None else early.old
         is_here = slot is not None
         slot = slot or self._take_slot()
         states = [held[: chunk.size] for held in slot.states]
@@ -154,30 +235,41 @@ class DeviceUpdate:
         with torch.cuda.stream(self._kernel):
             self._kernel.wait_event(arrived)
             copies = self._rooms_for_copies(chunk, slot)
-            made = copies if chunk.kernel_makes_copy else [None] * len(copies)
-            scale = chunk.scaling.tensor(self._device)
-            for settings, tensors in chunk.tensors(states, gradients, made):
-                adam(tensors, settings, scale=scale, clip_value=chunk.scaling.clip_value)
-            if chunk.copy is not None and not chunk.kernel_makes_copy:
-                for master, target in zip(chunk.masters(states[0]), copies, strict=True):
-                    assert target is not None
-                    target.copy_(master)
+            self._compute(chunk, states, gradients, copies)
             usable = self._kernel.record_event()
             self._times[1].record(self._kernel)
-        if chunk.copy is not None and chunk.copy.device.type == "cpu":
-            with torch.cuda.stream(self._copies):  # what forward waits for is not behind states that nobody needs
-                self._copies.wait_event(usable)
-                for target, source in zip(chunk.copies(), copies, strict=True):
-                    if target is not None and source is not None:
-                        target.copy_(source, non_blocking=True)
-                usable = self._copies.record_event()
-                self._times[1].record(self._copies)
+        usable = self._send_copies(chunk, copies, usable)
         complete = slot.free = _IsDown(self._sender.submit(self._send_down, chunk, slot, usable))
         self._slots.append(slot)
         if len(self._first) < self._ahead:
             self._first.append((replace(chunk, pieces=()), complete))
         # Without a copy, forward computes with the master.
         return Ends(complete if chunk.copy is None else Done(usable), complete)
+
+    def _compute(
+        self, chunk: Chunk, states: list[Tensor], gradients: list[Tensor], copies: list[Tensor | None]
+    ) -> None:
+        made = copies if chunk.kernel_makes_copy else [None] * len(copies)
+        scale = chunk.scaling.tensor(self._device)
+        for settings, tensors in chunk.tensors(states, gradients, made):
+            adam(tensors, settings, scale=scale, clip_value=chunk.scaling.clip_value)
+        if chunk.copy is not None and not chunk.kernel_makes_copy:
+            for master, target in zip(chunk.masters(states[0]), copies, strict=True):
+                assert target is not None
+                target.copy_(master)
+
+    def _send_copies(self, chunk: Chunk, copies: list[Tensor | None], made: torch.cuda.Event) -> torch.cuda.Event:
+        """Where forward fetches them from, if that is the host. Returns after what it may."""
+        if chunk.copy is None or chunk.copy.device.type != "cpu":
+            return made
+        with torch.cuda.stream(self._copies):  # what forward waits for is not behind states that nobody needs
+            self._copies.wait_event(made)
+            for target, source in zip(chunk.copies(), copies, strict=True):
+                if target is not None and source is not None:
+                    target.copy_(source, non_blocking=True)
+            usable = self._copies.record_event()
+            self._times[1].record(self._copies)
+        return usable
 
     def _send_down(self, chunk: Chunk, slot: _Slot, usable: torch.cuda.Event) -> torch.cuda.Event:
         torch.cuda.set_device(self._device)
@@ -211,14 +303,11 @@ class DeviceUpdate:
 
     def _rooms_for_copies(self, chunk: Chunk, slot: _Slot) -> list[Tensor | None]:
         """Where forward needs them, if that is the device; else in the slot, from where they go down."""
-        rooms: list[Tensor | None] = []
-        for piece in chunk.pieces:
-            target = chunk.copy_of(piece)
-            if target is not None and target.device.type == "cpu":
-                target = slot.room("copy", target.dtype)[piece.start - chunk.start : piece.stop - chunk.start]
-            rooms.append(target)
-        return rooms
+        is_on_host = chunk.copy is not None and chunk.copy.device.type == "cpu"
+        return self._rooms_in(slot, chunk) if is_on_host else chunk.copies()
 
-
-def _key(chunk: Chunk) -> tuple[object, int, int]:
-    return chunk.slab, chunk.start, chunk.stop
+    def _rooms_in(self, slot: _Slot, chunk: Chunk) -> list[Tensor | None]:
+        if chunk.copy is None:
+            return [None] * len(chunk.pieces)
+        room = slot.room("copy", chunk.copy.dtype)
+        return [room[piece.start - chunk.start : piece.stop - chunk.start] for piece in chunk.pieces]

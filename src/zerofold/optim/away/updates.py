@@ -6,8 +6,9 @@ host                        [u0 ][u1 ][u2 ]                  its share of each u
 device                      [u0 ][u1 ][u2 ]                  the rest, streamed through it
 disk                        [ … u7 … u8 … ]                  where states are in a file
 
-Nothing is updated before the norm is known. An update with gradients that turn out to need clipping, or not to be
-finite, could not be taken back exactly: the old states are gone, and there is no room for a second copy of them.
+Before the norm is known an update can only be tried, for gradients may turn out to need clipping, or not to be finite,
+and then the result must be exact all the same. Nothing gives the old states back but the old states, so as much is
+tried early, under backward, as the device has room for a second copy of (`early.py`). The rest waits for the norm.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from zerofold.gradients_away import AwayGradients
 from zerofold.memory import Done, TierMemory, Transfers
 from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of
+from zerofold.optim.away.early import EarlyUpdates, Upcoming, versions_of
 from zerofold.optim.away.from_disk import DiskUpdate
 from zerofold.optim.away.on_host import HostUpdate
 from zerofold.optim.away.through_device import DeviceUpdate
@@ -80,7 +82,9 @@ class Way:
     keeps_gradients: bool = False
     """Of what streams through the device, on the device."""
     ahead: int = 0
-    """Chunks that come to the device before the step that updates them."""
+    """Chunks for which the device has room between steps."""
+    early: bool = False
+    """They are updated under backward; else they wait for the next step."""
 
 
 class AwayUpdates:
@@ -94,11 +98,14 @@ class AwayUpdates:
         self._pool = HostPool(way.threads, way.cores)
         self._host = HostUpdate(device, up, self._pool)
         self._through: DeviceUpdate | None = None
+        self._early: EarlyUpdates | None = None
         trained = [slab for slab in slabs if slab.requires_grad and slab.is_away]
         self._streaming = [slab for slab in trained if slab.tier is Tier.HOST and _can_stream(slab)]
         if way.device_share > 0 and self._streaming:
             self._through = DeviceUpdate(device, up, ahead=way.ahead)
             self._device_worker = HostWorker(1, None)
+            if way.early:
+                self._early = EarlyUpdates(self._through, self._device_worker, self._streaming, way.ahead)
         self._from_disk: DiskUpdate | None = None
         self._disk_worker: HostWorker | None = None
         self._versions: dict[Slab, tuple[int, ...]] = {}  # of states in the file, as the last update left them
@@ -114,9 +121,15 @@ class AwayUpdates:
     def nbytes_on_device(self) -> int:
         return 0 if self._through is None else self._through.nbytes
 
-    def submit(self, work: Sequence[tuple[Slab, list[Piece], tuple[Tensor, Tensor]]], scaling: Scaling) -> None:
-        """`work` in the order in which the slabs are needed. Returns at once."""
-        self.finish()
+    def submit(
+        self,
+        work: Sequence[tuple[Slab, list[Piece], tuple[Tensor, Tensor]]],
+        scaling: Scaling,
+        upcoming: Upcoming | None = None,
+    ) -> None:
+        """`work` in the order in which the slabs are needed; `upcoming`: what the next step would do to a slab. Returns
+        at once."""
+        self.finish_last()
         if self._up is not None:  # what it sends and overwrites is behind what the model is computing
             self._up.wait_stream(torch.cuda.current_stream(self._device))
         if self.way.tunes:
@@ -125,7 +138,9 @@ class AwayUpdates:
         self._ran_with = self._dealt_for
         through, on_disk = self._through, list[tuple[Chunk, SlabUpdate]]()
         if through is not None:
-            changed: set[object] = {slab for slab, _, _ in work if self._versions.get(slab) != _versions(slab)}
+            changed: set[object] = {slab for slab, _, _ in work if self._versions.get(slab) != versions_of(slab)}
+            if self._early is not None:
+                self._last += self._early.begin_step(scaling, upcoming)
             self._last.append(self._device_worker.submit(partial(through.begin, changed)))
         for slab, pieces, moments in work:  # the first is under way while the others are prepared
             update = self._announce(slab)
@@ -144,7 +159,8 @@ class AwayUpdates:
                     update.jobs.append(self._host.submit(chunk, chunk.states, update.sent))
         self._submit_from_disk(on_disk)
         if through is not None:
-            self._last.append(self._device_worker.submit(through.end))
+            stages = self._early is None or self._early.is_paused
+            self._last.append(self._device_worker.submit(partial(through.end, stages=stages)))
         self._last.append(self._pool.submit([], self._timing.end_of_host))
         self._deal()  # for the next step, whose gradients go where they will be needed
 
@@ -155,31 +171,46 @@ class AwayUpdates:
         before = slab.version
         slab.mark_changed()
         slab.written(before)
-        self._versions[slab] = _versions(slab)
+        self._versions[slab] = versions_of(slab)
         slab.home.step.is_under_way = True
         slab.update = update = SlabUpdate(slab=slab)
+        if self._early is not None:
+            self._early.announce(slab, update, self._versions[slab])
         self._under_way.append(update)
         return update
 
     def _deal(self) -> None:
-        """Which parameters stream through the device: its share of them, spread over the model. Their gradients stay
-        there, if the device has room for them."""
+        """Which parameters stream through the device: its share of them, spread over the model, but for slabs that are
+        updated early, which do so whole. Their gradients stay there, if the device has room for them."""
         if self._through is None or self._dealt_for == self._timing.device_share:
             return
+        early = () if self._early is None else self._early.slabs
+        whole = sum(slab.master.numel() for slab in early)
+        rest = sum(slab.master.numel() for slab in self._streaming) - whole
+        share = max(0.0, self._timing.device_share * (rest + whole) - whole) / max(1, rest)
         self._dealt_for, owed = self._timing.device_share, 0.0
         for slab in self._streaming:
             chosen = []
             for index, piece in enumerate(slab.layout.pieces(slab.place)):
-                owed += self._timing.device_share * piece.size
-                if owed >= piece.size / 2:
+                owed += share * piece.size if slab not in early else 0.0
+                if slab in early:
+                    chosen.append(index)
+                elif owed >= piece.size / 2:
                     owed -= piece.size
                     chosen.append(index)
             slab.streamed = frozenset(chosen)
-            if isinstance(slab.gradients, AwayGradients) and self._keeps_gradients:
+            if isinstance(slab.gradients, AwayGradients) and (self._keeps_gradients or slab in early):
                 slab.gradients.staying = slab.streamed
 
     def finish(self) -> None:
-        """Returns when all states are updated, where they live; raises what went wrong on the way."""
+        """Returns when all states are what the last step makes of them, where they live; raises what went wrong on the
+        way."""
+        if self._early is not None:
+            self._early.take_back()
+        self.finish_last()
+
+    def finish_last(self) -> None:
+        """The same but for those that were updated early, for the next step."""
         if not self._under_way:
             return
         for update in self._under_way:
@@ -204,6 +235,7 @@ class AwayUpdates:
             "host_elements": float(timing.host_elements),
             "host_seconds": timing.host_seconds,
             "device_elements": float(timing.device_elements),
+            "early_elements": float(0 if self._through is None else self._through.stood),
             "device_seconds": timing.device_seconds,
             **(
                 {"disk_bytes": float(timing.disk_bytes), "disk_seconds": timing.disk_seconds}
@@ -221,12 +253,14 @@ class AwayUpdates:
             if self._through is not None:
                 ends.callback(self._through.close)
                 ends.callback(self._device_worker.close)
+            if self._early is not None:
+                ends.callback(self._early.close)
             if self._disk_worker is not None:
                 ends.callback(self._disk_worker.close)
             self.finish()
 
     def _bring_to_file(self, slab: Slab) -> None:
-        if self._versions.get(slab) != _versions(slab):  # filled, loaded or changed by hand: in memory, not in the file
+        if self._versions.get(slab) != versions_of(slab):  # filled, loaded or changed by hand: not in the file
             for state in (slab.master, *slab.moments.values()):
                 self._memory.written(state)
 
@@ -260,10 +294,6 @@ class AwayUpdates:
 def _can_stream(slab: Slab) -> bool:
     """fp32 states; bf16 ones are rounded at random, by other bits on a device than on the host."""
     return slab.dtypes.master is torch.float32 and slab.home.precision.moments is torch.float32
-
-
-def _versions(slab: Slab) -> tuple[int, ...]:
-    return tuple(state._version for state in (slab.master, *slab.moments.values()))
 
 
 def _through(device: DeviceUpdate, chunk: Chunk, update: SlabUpdate) -> Callable[[], None]:

@@ -1,0 +1,255 @@
+"""Updates under backward: to the bits of those that wait for the norm, whatever happens before the step.
+
+On the CPU, through a device that is the host (`test_through_device.py`); on a GPU, `test_gpu_offload.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.test_offload import states, train
+from tests.test_through_device import updated_through_the_device
+from torch import Tensor, nn
+
+import zerofold as zf
+from zerofold.engine import Engine
+
+PLACES: dict[str, dict[str, Any]] = {
+    "optimizer": {"optimizer": "host"},
+    "all": {"optimizer": "host", "parameters": "host"},
+    "gradients stay": {"optimizer": "host", "gradients": "device"},
+}
+ALL_BLOCKS = 26  # chunks of two blocks
+NEVER = 1e9  # a clip that does not bind
+
+Between = Callable[[Any, torch.optim.Optimizer], Any]
+
+
+def backward(model: nn.Module, step: int, factor: float = 1.0) -> None:
+    batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step))
+    (factor * (model(batch).float() ** 2).mean()).backward()
+
+
+def early_elements(model: nn.Module) -> float:
+    return zf.ledger(model).snapshot()["offload"]["update"]["early_elements"]
+
+
+def runs(between: Between, *, clip: float = NEVER, **options: Any) -> list[tuple[list[Tensor], float, Any]]:
+    """Without and with early updates: two steps, a backward, `between`, a step, and one more."""
+    found = []
+    for early in (False, True):
+        options = {"ahead": ALL_BLOCKS} | options
+        with updated_through_the_device(1.0, early=early, clip=clip, **options) as (model, optimizer):
+            train(model, optimizer, 2)
+            backward(model, 2)
+            seen = between(model, optimizer)
+            optimizer.step()
+            stood = early_elements(model)
+            optimizer.zero_grad()
+            train(model, optimizer, 1, first=3)
+            found.append((states(model, optimizer), stood, seen))
+    return found
+
+
+def nothing(model: Any, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+def halve_a_gradient(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["params"][4].grad.mul_(0.5)
+
+
+def change_gradients_unseen(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for face in optimizer.param_groups[0]["params"]:
+        face.grad.form.mul_(0.5)
+
+
+def clip_by_hand(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    zf.clip_grad_norm_(model, 1e-3)
+
+
+def other_rate(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 3e-3
+
+
+def another_backward(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    backward(model, 7)
+
+
+def another_batch(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    backward(model, 7)
+
+
+def an_overflow(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    optimizer.zero_grad()
+    backward(model, 7, float("inf"))
+    optimizer.step()
+    assert zf.last_step(model).skipped
+    optimizer.zero_grad()
+    seen = states(model, optimizer)
+    backward(model, 8)
+    return seen
+
+
+def a_look(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return states(model, optimizer)
+
+
+def a_forward(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    with torch.no_grad():
+        return [model(torch.ones(2, 16))]
+
+
+def a_change(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    with zf.full_params(model), torch.no_grad():
+        model[1].up.weight.mul_(0.5)
+
+
+def loaded_states(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state_dict()
+    for each in state["state"].values():
+        each["exp_avg"] = torch.full(each["exp_avg"].shape, 1e-3)  # without having looked at what is there
+    optimizer.load_state_dict(state)
+
+
+def states_set_by_hand(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for face in optimizer.param_groups[0]["params"]:
+        optimizer.state[face]["exp_avg"] = torch.full(face.shape, 1e-3)
+
+
+def a_frozen_block(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model[2].parameters():
+        parameter.grad = None
+
+
+BETWEEN = [
+    halve_a_gradient,
+    change_gradients_unseen,
+    clip_by_hand,
+    other_rate,
+    another_backward,
+    another_batch,
+    an_overflow,
+    a_look,
+    a_forward,
+    a_change,
+    loaded_states,
+    states_set_by_hand,
+    a_frozen_block,
+]
+
+
+def differences(places: list[str]) -> list[str]:
+    wrong = []
+    for place in places:
+        for clip in (NEVER, 0.5):
+            (expected, none, _), (found, stood, _) = runs(nothing, clip=clip, place=PLACES[place])
+            if not all(map(torch.equal, found, expected)):
+                wrong.append(f"{place}, clip {clip}: other values")
+            # Of gradients on the device alone, a CPU takes the norm only when all copies are over.
+            if none or bool(stood) != (clip == NEVER and place != "gradients stay"):
+                wrong.append(f"{place}, clip {clip}: {none} and {stood} elements were updated early")
+    return wrong
+
+
+def test_an_early_update_is_that_of_the_step(ranks: Any) -> None:
+    assert ranks(1, differences, list(PLACES)) == [[]]
+
+
+def test_all_of_a_block_is_updated_early_and_the_first_ones_wait(ranks: Any) -> None:
+    assert ranks(1, blocks_updated_early, ALL_BLOCKS - 1) == [[2]]
+    assert ranks(1, blocks_updated_early, ALL_BLOCKS) == [[1, 2]]
+
+
+def blocks_updated_early(room: int) -> list[int]:
+    """By what forward computes with: the new values of the others are made in the step."""
+    with updated_through_the_device(1.0, early=True, clip=NEVER, ahead=room) as (model, optimizer):
+        train(model, optimizer, 2)
+        backward(model, 2)
+        engine = Engine.of(model)
+        engine.updates._early._jobs[-1].wait()  # type: ignore[union-attr]
+        before = [slab.master.clone() for slab in engine.slabs()]
+        engine.updates.finish()  # type: ignore[union-attr]
+        after = [slab.master for slab in engine.slabs()]
+        return [index for index, pair in enumerate(zip(before, after, strict=True)) if not torch.equal(*pair)]
+
+
+def other_after(name: str) -> list[str]:
+    between = {each.__name__: each for each in BETWEEN}[name]
+    wrong = []
+    for place, precision in (("optimizer", "bf16"), ("all", "bf16"), ("all", None)):
+        (expected, _, before), (found, _, seen) = runs(between, place=PLACES[place], precision=precision)
+        if not all(map(torch.equal, found, expected)):
+            wrong.append(f"{place}, {precision}: other values after the steps")
+        if seen is not None and not all(map(torch.equal, seen, before)):
+            wrong.append(f"{place}, {precision}: other values between backward and step")
+    return wrong
+
+
+@pytest.mark.parametrize("name", [each.__name__ for each in BETWEEN])
+def test_whatever_happens_before_the_step(ranks: Any, name: str) -> None:
+    assert ranks(1, other_after, name) == [[]]
+
+
+def saved_before_the_step(folder: str, background: bool) -> bool:
+    """In the background before a backward, which goes on while states are copied; or after it."""
+    kept = []
+    for early in (False, True):
+        target = Path(folder) / f"early {early}"
+        with updated_through_the_device(1.0, early=early, clip=NEVER, ahead=ALL_BLOCKS) as (model, optimizer):
+            train(model, optimizer, 2)
+            if background:
+                saving = zf.save(model, optimizer, target, background=True)
+                backward(model, 2)
+                optimizer.step()
+                saving.wait()
+            else:
+                backward(model, 2)
+                zf.save(model, optimizer, target)
+        with updated_through_the_device(0.0) as (model, optimizer):
+            zf.load(model, optimizer, target)
+            kept.append(states(model, optimizer))
+    return all(map(torch.equal, *kept))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_before_the_step_has_the_old_states(ranks: Any, tmp_path: Path, background: bool) -> None:
+    assert ranks(1, saved_before_the_step, str(tmp_path), background) == [True]
+
+
+def begun_while_states_are_copied() -> int:
+    with updated_through_the_device(1.0, early=True, clip=NEVER, ahead=ALL_BLOCKS) as (model, optimizer):
+        train(model, optimizer, 2)
+        engine = Engine.of(model)
+        engine.before_change.append(lambda: None)
+        backward(model, 2)
+        return len(engine.updates._early._jobs)  # type: ignore[union-attr]
+
+
+def test_nothing_is_begun_while_states_are_copied(ranks: Any) -> None:
+    assert ranks(1, begun_while_states_are_copied) == [0]
+
+
+def steps_in_vain() -> list[float]:
+    with updated_through_the_device(1.0, early=True, ahead=ALL_BLOCKS, clip=1e-3) as (model, optimizer):
+        begun = []
+        engine = Engine.of(model)
+        assert engine.updates is not None
+        through = engine.updates._through  # type: ignore[attr-defined]
+        for step in range(20):
+            backward(model, step)
+            engine.updates.finish_last()
+            begun.append(float(len(through._early)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return begun
+
+
+def test_where_gradients_are_clipped_it_is_tried_seldom(ranks: Any) -> None:
+    (begun,) = ranks(1, steps_in_vain)
+    assert sum(count > 0 for count in begun) == 2, begun
