@@ -1,4 +1,5 @@
-"""Updates under backward: to the bits of those that wait for the norm, whatever happens before the step.
+"""Updates under backward, and states that stay on the device: to the bits of those that wait for the norm and go home,
+whatever happens before the step.
 
 On the CPU, through a device that is the host (`test_through_device.py`); on a GPU, `test_gpu_offload.py`.
 """
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import zerofold as zf
 from zerofold.engine import Engine
+from zerofold.optim.away import through_device
 
 PLACES: dict[str, dict[str, Any]] = {
     "optimizer": {"optimizer": "host"},
@@ -38,12 +40,18 @@ def early_elements(model: nn.Module) -> float:
     return zf.ledger(model).snapshot()["offload"]["update"]["early_elements"]
 
 
+WAYS: tuple[dict[str, Any], ...] = (
+    {"ahead": ALL_BLOCKS},
+    {"ahead": ALL_BLOCKS, "early": True},
+    {"resident": 18},  # of 29
+)
+
+
 def runs(between: Between, *, clip: float = NEVER, **options: Any) -> list[tuple[list[Tensor], float, Any]]:
-    """Without and with early updates: two steps, a backward, `between`, a step, and one more."""
+    """In each way: two steps, a backward, `between`, a step, and one more."""
     found = []
-    for early in (False, True):
-        options = {"ahead": ALL_BLOCKS} | options
-        with updated_through_the_device(1.0, early=early, clip=clip, **options) as (model, optimizer):
+    for way in WAYS:
+        with updated_through_the_device(1.0, clip=clip, **(way | options)) as (model, optimizer):
             train(model, optimizer, 2)
             backward(model, 2)
             seen = between(model, optimizer)
@@ -122,6 +130,11 @@ def states_set_by_hand(model: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state[face]["exp_avg"] = torch.full(face.shape, 1e-3)
 
 
+def one_gradient_less(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """So that the block is cut into other chunks."""
+    next(model[2].parameters()).grad = None
+
+
 def a_frozen_block(model: Any, optimizer: torch.optim.Optimizer) -> None:
     for parameter in model[2].parameters():
         parameter.grad = None
@@ -140,6 +153,7 @@ BETWEEN = [
     a_change,
     loaded_states,
     states_set_by_hand,
+    one_gradient_less,
     a_frozen_block,
 ]
 
@@ -148,8 +162,8 @@ def differences(places: list[str]) -> list[str]:
     wrong = []
     for place in places:
         for clip in (NEVER, 0.5):
-            (expected, none, _), (found, stood, _) = runs(nothing, clip=clip, place=PLACES[place])
-            if not all(map(torch.equal, found, expected)):
+            (expected, none, _), (found, stood, _), (resident, _, _) = runs(nothing, clip=clip, place=PLACES[place])
+            if not all(map(torch.equal, found, expected)) or not all(map(torch.equal, resident, expected)):
                 wrong.append(f"{place}, clip {clip}: other values")
             # Of gradients on the device alone, a CPU takes the norm only when all copies are over.
             if none or bool(stood) != (clip == NEVER and place != "gradients stay"):
@@ -183,11 +197,12 @@ def other_after(name: str) -> list[str]:
     between = {each.__name__: each for each in BETWEEN}[name]
     wrong = []
     for place, precision in (("optimizer", "bf16"), ("all", "bf16"), ("all", None)):
-        (expected, _, before), (found, _, seen) = runs(between, place=PLACES[place], precision=precision)
-        if not all(map(torch.equal, found, expected)):
-            wrong.append(f"{place}, {precision}: other values after the steps")
-        if seen is not None and not all(map(torch.equal, seen, before)):
-            wrong.append(f"{place}, {precision}: other values between backward and step")
+        (expected, _, before), *others = runs(between, place=PLACES[place], precision=precision)
+        for way, (found, _, seen) in zip(("early", "resident"), others, strict=True):
+            if not all(map(torch.equal, found, expected)):
+                wrong.append(f"{place}, {precision}, {way}: other values after the steps")
+            if seen is not None and not all(map(torch.equal, seen, before)):
+                wrong.append(f"{place}, {precision}, {way}: other values between backward and step")
     return wrong
 
 
@@ -199,9 +214,9 @@ def test_whatever_happens_before_the_step(ranks: Any, name: str) -> None:
 def saved_before_the_step(folder: str, background: bool) -> bool:
     """In the background before a backward, which goes on while states are copied; or after it."""
     kept = []
-    for early in (False, True):
-        target = Path(folder) / f"early {early}"
-        with updated_through_the_device(1.0, early=early, clip=NEVER, ahead=ALL_BLOCKS) as (model, optimizer):
+    for number, way in enumerate(WAYS):
+        target = Path(folder) / str(number)
+        with updated_through_the_device(1.0, clip=NEVER, **way) as (model, optimizer):
             train(model, optimizer, 2)
             if background:
                 saving = zf.save(model, optimizer, target, background=True)
@@ -214,12 +229,45 @@ def saved_before_the_step(folder: str, background: bool) -> bool:
         with updated_through_the_device(0.0) as (model, optimizer):
             zf.load(model, optimizer, target)
             kept.append(states(model, optimizer))
-    return all(map(torch.equal, *kept))
+    return all(all(map(torch.equal, kept[0], other)) for other in kept[1:])
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_checkpoint_before_the_step_has_the_old_states(ranks: Any, tmp_path: Path, background: bool) -> None:
     assert ranks(1, saved_before_the_step, str(tmp_path), background) == [True]
+
+
+def sent_down(resident: int) -> list[int]:
+    """Elements of each of four steps, and when somebody looks, twice."""
+    sent = [0]
+    with pytest.MonkeyPatch.context() as patch:
+        send = through_device.DeviceUpdate._send_down
+
+        def count(self: Any, chunk: Any, *rest: Any) -> Any:
+            sent[-1] += chunk.size
+            return send(self, chunk, *rest)
+
+        patch.setattr(through_device.DeviceUpdate, "_send_down", count)
+        with updated_through_the_device(1.0, clip=NEVER, resident=resident) as (model, optimizer):
+            for step in range(4):
+                backward(model, step)
+                optimizer.step()
+                Engine.of(model).updates.finish_last()  # type: ignore[union-attr]
+                optimizer.zero_grad()
+                sent.append(0)
+            zf.full(optimizer.param_groups[0]["params"][0])
+            sent.append(0)
+            zf.full(optimizer.param_groups[0]["params"][0])
+    return sent
+
+
+def test_states_that_stay_go_down_when_somebody_looks(ranks: Any) -> None:
+    (nothing_stays,) = ranks(1, sent_down, 0)
+    (some_stay,) = ranks(1, sent_down, 18)
+    whole, rest = nothing_stays[0], some_stay[0]
+    assert nothing_stays == [whole] * 4 + [0, 0]
+    assert 0 < rest < whole / 2
+    assert some_stay == [rest] * 4 + [whole - rest, 0]
 
 
 def begun_while_states_are_copied() -> int:

@@ -19,7 +19,7 @@ from tests.test_offload import BF16_STATES, prepared, result, states, train
 
 import zerofold as zf
 from zerofold.engine import Engine
-from zerofold.optim.away import chunks, through_device
+from zerofold.optim.away import chunks, slots, through_device
 from zerofold.optim.away.timing import Timing
 from zerofold.optim.away.updates import AwayUpdates, Way
 
@@ -63,6 +63,7 @@ def updated_through_the_device(
     *,
     ahead: int = 0,
     early: bool = False,
+    resident: int = 0,
     tunes: bool = False,
     precision: Any = "bf16",
     place: Any = None,
@@ -70,7 +71,7 @@ def updated_through_the_device(
 ) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
     """A model whose offloaded states go through a device that is the host."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunks, through_device):
+        for module in (chunks, slots):
             patch.setattr(module, "CHUNK", 2**9)  # so that a small model has many
         for name, fake in {
             "Stream": FakeStream,
@@ -83,7 +84,7 @@ def updated_through_the_device(
             patch.setattr(torch.cuda, name, fake)
         options: dict[str, Any] = {"stage": 3, "precision": precision, "clip": clip, "one_pass": True}
         model, optimizer = prepared(place or {"optimizer": "host"}, **options)
-        engine, way = Engine.of(model), Way(2, None, share, tunes, ahead=ahead, early=early)
+        engine, way = Engine.of(model), Way(2, None, share, tunes, ahead=ahead, early=early, resident=resident)
         transfers: Any = SimpleNamespace(device=CPU, is_async=True)
         engine.updates = AwayUpdates(transfers, engine.offloading.memory, engine.slabs(), way)
         yield model, optimizer

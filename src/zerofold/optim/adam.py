@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerofold.engine import Engine
 from zerofold.gradients_away import AwayGradients
-from zerofold.optim.away import updates_of
+from zerofold.optim.away import DeviceMemory, updates_of
 from zerofold.optim.away.chunks import Piece, Scaling
 from zerofold.optim.away.early import SlabWork
 from zerofold.optim.onepass import STATE_DTYPES, AdamSettings, AdamTensors, adam
@@ -43,7 +43,7 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
 
     Offloaded states are updated later: who needs them waits for that.
     """
-    places = engine.places()
+    places, memory = engine.places(), DeviceMemory.now(engine.device) if engine.updates is None else None
     before: dict[Slab, int] = {}
     away: dict[Slab, list[tuple[int, Piece]]] = {}
     for group in optimizer.param_groups:
@@ -66,7 +66,7 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
         dtype = engine.precision.moments
         scaling = Scaling(None if scale is None or scale.item() == 1.0 else scale.item(), clip_value)
         ordered = [slab for slab in engine.slabs() if slab in away]  # as forward will need them
-        updates = updates_of(engine)  # which the first time says which parameters stream through the device
+        updates = updates_of(engine, memory)  # which the first time says which parameters stream through the device
         work = [
             (
                 slab,

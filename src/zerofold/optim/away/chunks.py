@@ -81,6 +81,11 @@ class Chunk:
     def key(self) -> tuple[Slab, int, int]:
         return self.slab, self.start, self.stop
 
+    def overlaps(self, key: tuple[object, int, int]) -> bool:
+        """Another chunk that has elements in common with this one."""
+        slab, start, stop = key
+        return slab is self.slab and key != self.key and start < self.stop and self.start < stop
+
     @property
     def work(self) -> Hashable:
         """Equal for two updates of one chunk that do the same: to the same gradients, unchanged since, while the first
@@ -135,6 +140,11 @@ def chunks_of(
                 master, exp_avg, exp_avg_sq = (tensor[start:stop] for tensor in states)
                 own = None if copy is None else copy.data[start:stop]
                 yield Chunk(slab, start, stop, inside, (master, exp_avg, exp_avg_sq), own, scaling, arrived)
+
+
+def count_of_chunks(slab: Slab) -> int:
+    """Where all of it goes the same way."""
+    return -(-slab.master.numel() // CHUNK)
 
 
 def _ranges(pieces: Sequence[Piece], size: int, *, whole: bool) -> list[tuple[int, int]]:

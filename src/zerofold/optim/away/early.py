@@ -20,8 +20,7 @@ from torch import Tensor
 
 from zerofold.gradients import FaceGradients
 from zerofold.memory import Done
-from zerofold.optim.away import chunks as sizes
-from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of
+from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of, count_of_chunks
 from zerofold.optim.away.through_device import DeviceUpdate
 from zerofold.optim.host_pool import PoolJob
 from zerofold.optim.host_worker import HostWorker, Job
@@ -63,7 +62,7 @@ class EarlyUpdates:
         self._paused = 0
         self.slabs: list[Slab] = []
         for slab in reversed(slabs):
-            room -= -(-slab.master.numel() // sizes.CHUNK)
+            room -= count_of_chunks(slab)
             if room < 0:
                 break
             # Without a copy, forward computes with the states themselves, which must be the old ones until the step.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -16,29 +18,49 @@ from zerofold.placement import Tier
 
 FIRST_SHARE = 0.65  # of the elements go through the device, until steps have been timed
 SAFE_PART = 0.9  # of the device's memory
-SPARE_PART = 1 / 5  # of what is left of that, for gradients and chunks that wait on the device
+SPARE_PART = 1 / 5  # of what is left of that, for gradients and chunks that are on the device between steps
 FILLED_PART = 0.95  # instead of both, of a limit that "auto" is to fill
 MOST_AHEAD = 64  # chunks, 12.9 GB
 FEW_AHEAD = 21  # where parameters are away as well: the device's memory is wanted for something else
 
 
-def updates_of(engine: Engine) -> AwayUpdates:
+class DeviceMemory(NamedTuple):
+    """Bytes of the device after a forward and a backward, before the update."""
+
+    peak: int
+    held: int
+
+    @staticmethod
+    def now(device: torch.device) -> DeviceMemory:
+        if device.type != "cuda":
+            return DeviceMemory(0, 0)
+        return DeviceMemory(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device))
+
+    def with_new_states(self, device: torch.device) -> DeviceMemory:
+        """As a later step will find it: what was made since, moments for instance, stays."""
+        made = max(0, DeviceMemory.now(device).held - self.held)
+        return DeviceMemory(self.peak + made, self.held + made)
+
+
+def updates_of(engine: Engine, before: DeviceMemory | None) -> AwayUpdates:
+    """`before` the first step made its states, where this is the first step."""
     found = engine.updates
     if not isinstance(found, AwayUpdates):
         memory = engine.offloading.memory
         if memory.arena is not None:
             memory.arena.wait()  # copies from memory that is not pinned yet would be right, and slow
-        _advise(engine)
-        found = engine.updates = AwayUpdates(engine.transfers, memory, engine.slabs(), _way(engine))
+        used = (before or DeviceMemory.now(engine.device)).with_new_states(engine.device)
+        _advise(engine, used)
+        found = engine.updates = AwayUpdates(engine.transfers, memory, engine.slabs(), _way(engine, used))
     return found
 
 
-def _advise(engine: Engine) -> None:
+def _advise(engine: Engine, used: DeviceMemory) -> None:
     """The plan has guessed what activations need; by now a forward and a backward have shown it."""
     plan, wish = engine.offloading.plan, engine.offloading.wish
     if engine.device.type != "cuda" or engine.groups.control.rank != 0 or plan is None or wish is None:
         return
-    unused = plan.budget.device - torch.cuda.max_memory_allocated(engine.device)
+    unused = plan.budget.device - used.peak
     if wish.optimizer == AUTO and wish.reserve is None and unused > plan.budget.device / 10:
         needed = max(0, plan.reserve - unused + plan.budget.device // 20)
         print(
@@ -49,38 +71,46 @@ def _advise(engine: Engine) -> None:
         )
 
 
-def _way(engine: Engine) -> Way:
+def _way(engine: Engine, used: DeviceMemory) -> Way:
     wish = engine.offloading.wish
     threads = None if wish is None else wish.threads
     share = None if wish is None else wish.device_share
     if engine.device.type != "cuda":  # the cores that would update in the background are those that compute
         return Way(threads or torch.get_num_threads(), None, 0.0, tunes=False)
     speed = HostSpeed(threads, None, 0.0) if threads is not None else measure_host_update()
-    first = FIRST_SHARE if share is None else share
-    room = _room_on_device(engine)
-    gradients = _gradient_bytes(engine)
+    way = Way(speed.threads, speed.cores, FIRST_SHARE if share is None else share, tunes=share is None)
+    # Gradients that stay take what activations leave. Only beyond that do they cost anything.
+    room, gradients = _room_on_device(engine, used), max(0, used.held + _gradient_bytes(engine) - used.peak)
     keeps = gradients < room / 2
+    chunks = int((room - gradients * keeps) / _slot_bytes(gradient_stays=not keeps)) if way.device_share > 0 else 0
+    if chunks < 1:
+        return replace(way, keeps_gradients=keeps)
+    if wish is not None and wish.optimizer == AUTO:  # free to choose: states that stay need not move
+        return replace(way, keeps_gradients=keeps, resident=chunks)
+    parameters_go_up = any(slab.is_away and slab.tiers.parameters is not Tier.DEVICE for slab in engine.slabs())
+    ahead = min(chunks, FEW_AHEAD if parameters_go_up else MOST_AHEAD)
     alone = engine.groups.gather.size == 1 and engine.groups.across is None
     early = alone and not any(slab.home.adds_up for slab in engine.slabs())
-    slot = CHUNK * (3 * 4 + 2 + (0 if keeps else 2))  # states, a copy, and a gradient that stays
-    ahead = int((room - (gradients if keeps else 0)) / slot) if (keeps or early) and first > 0 else 0
-    parameters_go_up = any(slab.is_away and slab.tiers.parameters is not Tier.DEVICE for slab in engine.slabs())
-    most = FEW_AHEAD if parameters_go_up else MOST_AHEAD
-    ahead = max(0, min(ahead, most))
-    return Way(speed.threads, speed.cores, first, share is None, keeps_gradients=keeps, ahead=ahead, early=early)
+    return replace(way, keeps_gradients=keeps, ahead=ahead if keeps or early else 0, early=early)
 
 
-def _room_on_device(engine: Engine) -> float:
-    """A part of the device's memory that nobody has needed until now; a forward and a backward have been. None of it
-    where somebody has said that gradients go to the host; nearly all of it where somebody has set a limit to fill."""
+def _room_on_device(engine: Engine, used: DeviceMemory) -> float:
+    """A part of the device's memory that nobody has needed until now. None of it where somebody has said that gradients
+    go to the host; nearly all of it where somebody has set a limit for us to fill, and nothing where there is none:
+    there the plan has said what the device will hold."""
     wish = engine.offloading.wish
     if wish is None or wish.gradients != AUTO:
         return 0.0
-    limit, used = device_memory(engine.device), torch.cuda.max_memory_allocated(engine.device)
-    if wish.optimizer == AUTO and wish.device_limit is not None:
-        return FILLED_PART * min(limit, wish.device_limit) - used
+    limit = device_memory(engine.device)
     limit = limit if wish.device_limit is None else min(limit, wish.device_limit)
-    return SPARE_PART * (SAFE_PART * limit - used)
+    if wish.optimizer == AUTO:
+        return 0.0 if wish.device_limit is None else FILLED_PART * limit - used.peak
+    return SPARE_PART * (SAFE_PART * limit - used.peak)
+
+
+def _slot_bytes(*, gradient_stays: bool) -> int:
+    """Of a chunk: states, the copy for forward, and a gradient where that is not counted elsewhere."""
+    return CHUNK * (3 * 4 + 2 + (2 if gradient_stays else 0))
 
 
 def _gradient_bytes(engine: Engine) -> int:

@@ -19,8 +19,8 @@ turn in between, and not after the whole update.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,56 +28,11 @@ import torch
 from torch import Tensor
 
 from zerofold.memory import Done
-from zerofold.optim.away.chunks import CHUNK, Chunk, Ends
+from zerofold.optim.away.chunks import Chunk, Ends
+from zerofold.optim.away.slots import IsDown, Slot
 from zerofold.optim.onepass import adam
 
 SLOTS = 4  # chunks on their way at once
-
-
-class _IsDown(Done):
-    """States that another thread sends down, when it comes to it."""
-
-    def __init__(self, going: Future[torch.cuda.Event]) -> None:
-        super().__init__()
-        self._going = going
-
-    def wait(self) -> None:
-        self._event = self._going.result()
-        super().wait()
-
-    def finish(self) -> None:
-        self._event = self._going.result()
-        super().finish()
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._going.done()
-
-    @property
-    def is_over(self) -> bool:
-        if not self.is_under_way:
-            return False
-        self._event = self._going.result()
-        return super().is_over
-
-
-class _Slot:
-    """Device memory for one chunk."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.states = tuple(torch.empty(CHUNK, device=device) for _ in range(3))
-        self._others: dict[tuple[str, torch.dtype], Tensor] = {}
-        self.free = Done()  # after which it may be filled again
-
-    def room(self, name: str, dtype: torch.dtype) -> Tensor:
-        """For gradients that come up, or copies that go down; made when first needed."""
-        if (name, dtype) not in self._others:
-            self._others[name, dtype] = torch.empty(CHUNK, dtype=dtype, device=self.states[0].device)
-        return self._others[name, dtype]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.states, *self._others.values()))
 
 
 class _Early(NamedTuple):
@@ -85,22 +40,33 @@ class _Early(NamedTuple):
 
     chunk: Chunk
     work: Hashable
-    old: _Slot
+    old: Slot
     """The states before, and the copy that forward is to get."""
     made: torch.cuda.Event
     is_down: Done
 
 
+class _Resident(NamedTuple):
+    """A chunk whose states stay. The host has them as they were when somebody last looked."""
+
+    chunk: Chunk
+    slot: Slot
+    made: torch.cuda.Event | None
+    """None where the host has them as they are."""
+
+
 class DeviceUpdate:
     """Runs in the thread of a worker; what goes down has another, so that neither direction waits for the other."""
 
-    def __init__(self, device: torch.device, up: Any, *, ahead: int) -> None:
-        """`ahead`: chunks that wait on the device for the next step, or whose old states do."""
-        self._device, self._up, self._ahead = device, up, ahead
+    def __init__(self, device: torch.device, up: Any, *, ahead: int = 0, resident: int = 0) -> None:
+        """`ahead`: chunks that wait on the device for the next step, or whose old states do; `resident`: the first
+        chunks of all, which stay there."""
+        self._device, self._up, self._ahead, self._most_resident = device, up, ahead, resident
         self._kernel, self._copies, self._down = (torch.cuda.Stream(device) for _ in range(3))
-        self._slots = deque(_Slot(device) for _ in range(SLOTS + ahead))  # free the longest first
-        self._staged: dict[tuple[object, int, int], _Slot] = {}
+        self._slots = deque(Slot(device) for _ in range(SLOTS + ahead + resident))  # free the longest first
+        self._staged: dict[tuple[object, int, int], Slot] = {}
         self._early: dict[tuple[object, int, int], _Early] = {}
+        self._resident: dict[tuple[object, int, int], _Resident] = {}
         self.stood = 0  # elements of this step that were updated early
         # Of this step, as many as can wait for the next, without their gradients; and when each is down.
         self._first: list[tuple[Chunk, Done]] = []
@@ -112,8 +78,9 @@ class DeviceUpdate:
 
     @property
     def nbytes(self) -> int:
-        early = [each.old for each in list(self._early.values())]
-        return sum(slot.nbytes for slot in (*self._slots, *self._staged.values(), *early))
+        kept = [each.old for each in list(self._early.values())]
+        kept += [each.slot for each in list(self._resident.values())]
+        return sum(slot.nbytes for slot in (*self._slots, *self._staged.values(), *kept))
 
     def begin(self, changed: set[object]) -> None:
         """What the step before has sent down may come up again now. `changed`: slabs that somebody else has changed."""
@@ -121,6 +88,8 @@ class DeviceUpdate:
         self._first, self._has_run, self.stood = [], False, 0
         for key in [key for key in self._staged if key[0] in changed]:
             self._slots.appendleft(self._staged.pop(key))
+        for key in [key for key in self._resident if key[0] in changed]:
+            self._slots.append(self._resident.pop(key).slot)
         self._up.wait_stream(self._down)
         self._times[0].record(self._up)
         self._kernel.wait_stream(self._up)  # and so behind all that the model still computes with what is written here
@@ -184,19 +153,45 @@ class DeviceUpdate:
             gradients = [self._brought(chunk, piece.start, piece.gradient, new) for piece in chunk.pieces]
             self._compute(chunk, states, gradients, self._rooms_in(old, chunk))
             made = self._kernel.record_event()
-        is_down = new.free = _IsDown(self._sender.submit(self._send_down, chunk, new, made))
+        is_down = new.free = IsDown(self._sender.submit(self._send_down, chunk, new, made))
         self._slots.append(new)
         self._early[chunk.key] = _Early(chunk, work, old, made, is_down)
 
     def take_back(self) -> None:
         """What was updated early is again, where it lives, as the last step left it."""
+        self._restore(list(self._early))
+
+    def _restore(self, keys: Sequence[tuple[object, int, int]]) -> None:
         torch.cuda.set_device(self._device)
-        for early in self._early.values():
-            early.old.free = _IsDown(self._sender.submit(self._send_down, early.chunk, early.old, early.made))
+        entries = [self._early.pop(key) for key in keys]
+        for early in entries:
+            early.old.free = IsDown(self._sender.submit(self._send_down, early.chunk, early.old, early.made))
             self._slots.append(early.old)
-        for early in self._early.values():
+        for early in entries:
             early.old.free.finish()
-        self._early = {}
+
+    def bring_down(self) -> None:
+        """The host has all states as they are."""
+        torch.cuda.set_device(self._device)
+        going = []
+        for key, (chunk, slot, made) in self._resident.items():
+            if made is not None:
+                going.append(IsDown(self._sender.submit(self._send_down, chunk, slot, made)))
+                self._resident[key] = _Resident(chunk, slot, None)
+        for is_down in going:
+            is_down.finish()
+
+    def _clear_way(self, chunk: Chunk) -> None:
+        """A step whose gradients are not those of other steps cuts a slab into other chunks: what they have in common
+        with this one goes where it is looked for."""
+        early = [key for key in self._early if chunk.overlaps(key)]
+        if early:
+            self._restore(early)
+        resident = [key for key in self._resident if chunk.overlaps(key)]
+        if resident:
+            self.bring_down()
+            for key in resident:
+                self._slots.append(self._resident.pop(key).slot)
 
     def _let_stand(self, early: _Early, chunk: Chunk) -> Ends:
         """The step does what was done already: forward may have the copy."""
@@ -216,10 +211,11 @@ class DeviceUpdate:
     def run(self, chunk: Chunk) -> Ends:
         torch.cuda.set_device(self._device)
         self._has_run = True
+        self._clear_way(chunk)
         early = self._early.pop(chunk.key, None)
         if early is not None and early.work == chunk.work:
             return self._let_stand(early, chunk)
-        slot = self._staged.pop(chunk.key, None) if early is None else early.old
+        slot = self._slot_of(chunk) if early is None else early.old
         is_here = slot is not None
         slot = slot or self._take_slot()
         states = [held[: chunk.size] for held in slot.states]
@@ -239,7 +235,11 @@ class DeviceUpdate:
             usable = self._kernel.record_event()
             self._times[1].record(self._kernel)
         usable = self._send_copies(chunk, copies, usable)
-        complete = slot.free = _IsDown(self._sender.submit(self._send_down, chunk, slot, usable))
+        stays = chunk.key in self._resident or len(self._resident) < self._most_resident
+        if stays and chunk.copy is not None:  # else forward computes with what the host has
+            self._resident[chunk.key] = _Resident(chunk, slot, usable)
+            return Ends(Done(usable), Done(usable))
+        complete = slot.free = IsDown(self._sender.submit(self._send_down, chunk, slot, usable))
         self._slots.append(slot)
         if len(self._first) < self._ahead:
             self._first.append((replace(chunk, pieces=()), complete))
@@ -271,7 +271,7 @@ class DeviceUpdate:
             self._times[1].record(self._copies)
         return usable
 
-    def _send_down(self, chunk: Chunk, slot: _Slot, usable: torch.cuda.Event) -> torch.cuda.Event:
+    def _send_down(self, chunk: Chunk, slot: Slot, usable: torch.cuda.Event) -> torch.cuda.Event:
         torch.cuda.set_device(self._device)
         self._sent.synchronize()
         with torch.cuda.stream(self._down):
@@ -284,16 +284,21 @@ class DeviceUpdate:
                 self._times[1].record(self._down)
         return self._sent
 
-    def _take_slot(self) -> _Slot:
+    def _slot_of(self, chunk: Chunk) -> Slot | None:
+        """Where its states are on the device."""
+        resident = self._resident.get(chunk.key)
+        return self._staged.pop(chunk.key, None) if resident is None else resident.slot
+
+    def _take_slot(self) -> Slot:
         slot = self._slots.popleft()
         slot.free.finish()
         return slot
 
-    def _bring(self, chunk: Chunk, slot: _Slot) -> None:
+    def _bring(self, chunk: Chunk, slot: Slot) -> None:
         for here, there in zip(slot.states, chunk.states, strict=True):
             here[: chunk.size].copy_(there, non_blocking=True)
 
-    def _brought(self, chunk: Chunk, start: int, gradient: Tensor, slot: _Slot) -> Tensor:
+    def _brought(self, chunk: Chunk, start: int, gradient: Tensor, slot: Slot) -> Tensor:
         if gradient.device.type != "cpu":
             gradient.record_stream(self._kernel)  # its owner may let go of it before the kernel has read it
             return gradient
@@ -301,12 +306,12 @@ class DeviceUpdate:
         room = slot.room("gradient", gradient.dtype)
         return room[first : first + gradient.numel()].copy_(gradient, non_blocking=True)
 
-    def _rooms_for_copies(self, chunk: Chunk, slot: _Slot) -> list[Tensor | None]:
+    def _rooms_for_copies(self, chunk: Chunk, slot: Slot) -> list[Tensor | None]:
         """Where forward needs them, if that is the device; else in the slot, from where they go down."""
         is_on_host = chunk.copy is not None and chunk.copy.device.type == "cpu"
         return self._rooms_in(slot, chunk) if is_on_host else chunk.copies()
 
-    def _rooms_in(self, slot: _Slot, chunk: Chunk) -> list[Tensor | None]:
+    def _rooms_in(self, slot: Slot, chunk: Chunk) -> list[Tensor | None]:
         if chunk.copy is None:
             return [None] * len(chunk.pieces)
         room = slot.room("copy", chunk.copy.dtype)

@@ -34,6 +34,8 @@ class Timing:
     """Of the next update."""
     host_elements: int = 0
     device_elements: int = 0
+    early_elements: int = 0
+    """Of them, updated under backward."""
     host_seconds: float = 0.0
     device_seconds: float = 0.0
     disk_bytes: int = 0

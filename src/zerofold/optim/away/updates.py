@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zerofold.gradients_away import AwayGradients
 from zerofold.memory import Done, TierMemory, Transfers
-from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of
+from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of, count_of_chunks
 from zerofold.optim.away.early import EarlyUpdates, Upcoming, versions_of
 from zerofold.optim.away.from_disk import DiskUpdate
 from zerofold.optim.away.on_host import HostUpdate
@@ -85,6 +85,8 @@ class Way:
     """Chunks for which the device has room between steps."""
     early: bool = False
     """They are updated under backward; else they wait for the next step."""
+    resident: int = 0
+    """The first chunks of all, whose states stay on the device."""
 
 
 class AwayUpdates:
@@ -102,7 +104,7 @@ class AwayUpdates:
         trained = [slab for slab in slabs if slab.requires_grad and slab.is_away]
         self._streaming = [slab for slab in trained if slab.tier is Tier.HOST and _can_stream(slab)]
         if way.device_share > 0 and self._streaming:
-            self._through = DeviceUpdate(device, up, ahead=way.ahead)
+            self._through = DeviceUpdate(device, up, ahead=way.ahead, resident=way.resident)
             self._device_worker = HostWorker(1, None)
             if way.early:
                 self._early = EarlyUpdates(self._through, self._device_worker, self._streaming, way.ahead)
@@ -113,6 +115,7 @@ class AwayUpdates:
         self._last: list[Job | PoolJob] = []
         self._timing = Timing(way.device_share if self._through is not None else 0.0)
         self._keeps_gradients = way.keeps_gradients
+        self._special = [*([] if self._early is None else self._early.slabs), *self._first_slabs(way.resident)]
         self._dealt_for: float | None = None  # the share by which parameters stream now
         self._ran_with: float | None = None  # that of the last update
         self._deal()
@@ -180,27 +183,37 @@ class AwayUpdates:
         return update
 
     def _deal(self) -> None:
-        """Which parameters stream through the device: its share of them, spread over the model, but for slabs that are
-        updated early, which do so whole. Their gradients stay there, if the device has room for them."""
+        """Which parameters stream through the device: its share of them, spread over the model, but for slabs that stay
+        there or are updated early, which do so whole. Their gradients stay there, if the device has room for them."""
         if self._through is None or self._dealt_for == self._timing.device_share:
             return
-        early = () if self._early is None else self._early.slabs
-        whole = sum(slab.master.numel() for slab in early)
+        special = self._special
+        whole = sum(slab.master.numel() for slab in special)
         rest = sum(slab.master.numel() for slab in self._streaming) - whole
         share = max(0.0, self._timing.device_share * (rest + whole) - whole) / max(1, rest)
         self._dealt_for, owed = self._timing.device_share, 0.0
         for slab in self._streaming:
             chosen = []
             for index, piece in enumerate(slab.layout.pieces(slab.place)):
-                owed += share * piece.size if slab not in early else 0.0
-                if slab in early:
+                owed += share * piece.size if slab not in special else 0.0
+                if slab in special:
                     chosen.append(index)
                 elif owed >= piece.size / 2:
                     owed -= piece.size
                     chosen.append(index)
             slab.streamed = frozenset(chosen)
-            if isinstance(slab.gradients, AwayGradients) and (self._keeps_gradients or slab in early):
+            if isinstance(slab.gradients, AwayGradients) and (self._keeps_gradients or slab in special):
                 slab.gradients.staying = slab.streamed
+
+    def _first_slabs(self, chunks: int) -> list[Slab]:
+        """Those that have the first so many chunks."""
+        found = []
+        for slab in self._streaming:
+            if chunks <= 0:
+                break
+            found.append(slab)
+            chunks -= count_of_chunks(slab)
+        return found
 
     def finish(self) -> None:
         """Returns when all states are what the last step makes of them, where they live; raises what went wrong on the
@@ -208,9 +221,11 @@ class AwayUpdates:
         if self._early is not None:
             self._early.take_back()
         self.finish_last()
+        if self._through is not None and self.way.resident:
+            self._device_worker.submit(self._through.bring_down).wait()
 
     def finish_last(self) -> None:
-        """The same but for those that were updated early, for the next step."""
+        """The same but for those that were updated early, for the next step, and for those that stay on the device."""
         if not self._under_way:
             return
         for update in self._under_way:
@@ -222,7 +237,7 @@ class AwayUpdates:
             job.wait()
         if self._through is not None:
             self._through.settle()
-            self._timing.device_seconds = self._through.seconds()
+            self._timing.device_seconds, self._timing.early_elements = self._through.seconds(), self._through.stood
         self._under_way, self._last = [], []
 
     @property
@@ -235,7 +250,7 @@ class AwayUpdates:
             "host_elements": float(timing.host_elements),
             "host_seconds": timing.host_seconds,
             "device_elements": float(timing.device_elements),
-            "early_elements": float(0 if self._through is None else self._through.stood),
+            "early_elements": float(timing.early_elements),
             "device_seconds": timing.device_seconds,
             **(
                 {"disk_bytes": float(timing.disk_bytes), "disk_seconds": timing.disk_seconds}
