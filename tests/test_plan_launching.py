@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 from zerofold.cli import build_app
 from zerofold.plan import probe as probing
+from zerofold.plan.call import plan
 from zerofold.plan.host import host_seconds
+from zerofold.plan.measure import this_machine
 from zerofold.plan.point import Point
 from zerofold.plan.presets import preset
 from zerofold.plan.probe import Step, probe
@@ -128,7 +130,7 @@ def test_a_cpu_adds_the_arithmetic_of_a_larger_batch() -> None:
 
 
 @pytest.fixture(scope="module")
-def timed_on_the_cpu() -> Iterator[dict]:
+def timed_on_the_cpu() -> dict:
     args = [
         "bench",
         "plan",
@@ -142,7 +144,7 @@ def timed_on_the_cpu() -> Iterator[dict]:
         "2",
         "--json",
     ]
-    yield json.loads(CliRunner().invoke(build_app(), args).stdout)
+    return json.loads(CliRunner().invoke(build_app(), args).stdout)
 
 
 def test_the_file_alone_tells_what_a_time_was_made_of(timed_on_the_cpu: dict) -> None:
@@ -152,7 +154,8 @@ def test_the_file_alone_tells_what_a_time_was_made_of(timed_on_the_cpu: dict) ->
     assert before["rates"].keys() == {"flops", "memory", "kernel"}
     assert [(each["checkpoint_every"], each["samples"]) for each in before["launching"]] == [(0, 1), (1, 1)]
     for run in timed_on_the_cpu["runs"]:
-        assert run["measured_bytes"] is None and run["off"] is None
+        assert run["measured_bytes"] is None
+        assert run["off"] is None
         of_host = {name for name in run["parts"] if name.startswith("host_")}
         assert of_host == {"host_passes", "host_update", "host_clear"}
         added = sum(seconds for name, seconds in run["parts"].items() if name not in of_host)
@@ -179,3 +182,50 @@ def test_a_profile_names_what_ran_longest(timed_on_the_cpu: dict) -> None:
         assert seconds == sorted(seconds, reverse=True)
         assert 0 < sum(seconds) <= profile["device_s"]
         assert "aten::mm" in profile["kernels"] or "aten::addmm" in profile["kernels"]
+
+
+BLOCKS = """
+from torch import nn, zeros
+
+def build():
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3)]
+    return nn.Sequential(*blocks), lambda samples: {"input": zeros(samples, WIDTH)}
+
+def bare():
+    return build()[0]
+"""
+
+
+@pytest.fixture
+def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "blocks_to_run.py").write_text(f"WIDTH = 16\n{BLOCKS}")
+    (tmp_path / "blocks_too_large.py").write_text(f"WIDTH = 2**22\n{BLOCKS}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "blocks_to_run:build"
+
+
+def test_a_plan_may_run_the_model(blocks: str) -> None:
+    machine = this_machine()
+    for interval in (0, 1, 2):
+        found = plan(function=blocks, machine=machine, precision="fp32", checkpoint_every=interval, run=True)
+        (ran_here,) = found.model.launched
+        assert (ran_here.checkpoint_every, ran_here.samples) == (interval, 1)
+        assert found.stages[0].times.step > 0.9 * (ran_here.passes + ran_here.update)
+        assert any("the host took" in note for note in found.model.notes)
+    assert not plan(function=blocks, machine=machine, precision="fp32").model.launched
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--function", "blocks_to_run:build", "--run"], "error: --run measures on this machine, and the plan is for"),
+        (["--params", "1e6", "--this-machine", "--run"], "error: --run needs a model that can be built"),
+        (["--function", "blocks_to_run:bare", "--this-machine", "--run"], "error: --run needs an example"),
+        (["--function", "blocks_too_large:build", "--this-machine", "--run"], "error: --run: one sample of blocks_too"),
+    ],
+)
+def test_what_cannot_be_run_is_said(blocks: str, args: list[str], message: str) -> None:
+    result = CliRunner().invoke(build_app(), ["plan", *args])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)

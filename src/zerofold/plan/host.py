@@ -10,8 +10,8 @@ They hardly depend on the batch, since the host starts the same kernels for any.
     passes = host_seconds · micro-batches · (kernels + units · UNIT)
     update = host_seconds · units · UPDATE
 
-The constants of this count were fitted to 16 runs of four models on one H200 and an engine that has changed since. Half
-of those models' steps it now misses by over 15%, so it is a guess for models and machines that nobody has run.
+The constants of this count were fitted to 16 runs of four models on one H200 and an engine that has changed since. It
+now misses 7 steps of 20 by over 15% there (docs/plan.md): a guess for models and machines that nobody has run.
 """
 
 from __future__ import annotations
