@@ -85,16 +85,17 @@ LARGE = gpt(layers=28, hidden=3072, heads=24, tokens=2048)
 
 def test_a_step_that_the_host_bounds_takes_what_the_host_took() -> None:
     """And the update on the device after it, which begins when the norm has been read."""
-    model = replace(SMALL, launched=(ran(forward=1.0, backward=2.0, update=0.5), ran(1, forward=1.25, backward=3.5)))
-    for batch in (2, 8):
+    model = replace(LARGE, launched=(ran(forward=1.0, backward=2.0, update=0.5), ran(1, forward=1.25, backward=3.5)))
+    for batch in (1, 2):
         found = times(model, H200, Point(micro_batch=batch))
+        assert found.update > 0.005 * found.step
         assert found.step == pytest.approx(3.5 + found.update, rel=1e-3)
         assert found.bottleneck == "launch"
     for interval in (1, 2):  # every block is computed again in both
         every = replace(model, activities=(*model.activities, replace(model.activity(1), checkpoint_every=2)))
-        found = times(every, H200, Point(micro_batch=2, checkpoint_every=interval))
+        found = times(every, H200, Point(checkpoint_every=interval))
         assert found.step == pytest.approx(4.75 + found.update, rel=1e-3)
-    four = times(model, H200, Point(micro_batch=2, accumulate=4))
+    four = times(model, H200, Point(accumulate=4))
     assert four.step == pytest.approx(4 * 3.0 + 0.5 + four.update, rel=1e-3)
 
 
