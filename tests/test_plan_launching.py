@@ -7,13 +7,16 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.plan_models import H200, gpt
 from torch import Tensor
+from torch.autograd import DeviceType
 from typer.testing import CliRunner
 
+from zerofold.bench.plan_timing import seconds_by_kernel
 from zerofold.cli import build_app
 from zerofold.plan import probe as probing
 from zerofold.plan.call import plan
@@ -183,6 +186,27 @@ def test_a_profile_names_what_ran_longest(timed_on_the_cpu: dict) -> None:
         assert seconds == sorted(seconds, reverse=True)
         assert 0 < sum(seconds) <= profile["device_s"]
         assert "aten::mm" in profile["kernels"] or "aten::addmm" in profile["kernels"]
+
+
+def test_of_a_gpus_profile_kernels_count_and_not_who_launched_them() -> None:
+    def event(key: str, kind: DeviceType, device: float, named: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(
+            key=key,
+            device_type=kind,
+            is_user_annotation=named,
+            self_device_time_total=device,
+            self_cpu_time_total=1000.0,
+        )
+
+    events = [
+        event("gemm", DeviceType.CUDA, 30.0),
+        event("Memcpy HtoD", DeviceType.CUDA, 5.0),
+        event("aten::mm", DeviceType.CPU, 30.0),
+        event("cudaLaunchKernel", DeviceType.CPU, 0.0),
+        event("unit 3", DeviceType.CUDA, 35.0, named=True),
+        event("gemm", DeviceType.CUDA, 10.0),
+    ]
+    assert seconds_by_kernel(events, on_cuda=True) == pytest.approx({"gemm": 40e-6, "Memcpy HtoD": 5e-6})
 
 
 BLOCKS = """

@@ -8,7 +8,7 @@ Nothing of the runs that follow, which have other batches, goes into a predictio
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,12 +98,7 @@ def busy(model: str, run: Run, step: Callable[[], object], device: torch.device)
     with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiled:
         step()
         _wait(device)
-    seconds: dict[str, float] = {}
-    for event in profiled.key_averages():
-        if event.is_user_annotation or (on_cuda and event.device_type is not DeviceType.CUDA):
-            continue  # the calls that launch kernels are the host's
-        taken = event.self_device_time_total if on_cuda else event.self_cpu_time_total
-        seconds[event.key] = seconds.get(event.key, 0.0) + taken * 1e-6
+    seconds = seconds_by_kernel(profiled.key_averages(), on_cuda=on_cuda)
     longest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:_LONGEST]
     return Busy(
         model=model,
@@ -111,6 +106,18 @@ def busy(model: str, run: Run, step: Callable[[], object], device: torch.device)
         device_s=sum(seconds.values()),
         kernels={name[:80]: seconds[name] for name in longest},
     )
+
+
+def seconds_by_kernel(events: Iterable[Any], *, on_cuda: bool) -> dict[str, float]:
+    """From a profile. On a GPU the calls that launch kernels are in it as well, and ranges that somebody named: these
+    are no kernels."""
+    seconds: dict[str, float] = {}
+    for event in events:
+        if event.is_user_annotation or (on_cuda and event.device_type != DeviceType.CUDA):
+            continue
+        taken = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+        seconds[event.key] = seconds.get(event.key, 0.0) + taken * 1e-6
+    return seconds
 
 
 def _wait(device: torch.device) -> None:
