@@ -26,6 +26,7 @@ from zerofold.plan.shape import Launching
 PROBED = 1
 """Samples of the steps that tell what the host takes. No run that is compared may have as many."""
 TIMED_STEPS = 10
+_REPEATS = 10  # of what a rate is the fastest of
 _LONGEST = 12  # kernels that a profile names
 
 
@@ -67,17 +68,17 @@ def measure_rates(device: torch.device, precision: str) -> Rates:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     width, elements = (8192, 2**28) if device.type == "cuda" else (512, 2**22)
     one, other = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
-    product = min(timed(lambda: one @ other, device) for _ in range(5))
+    product = min(timed(lambda: one @ other, device) for _ in range(_REPEATS))
     source = torch.empty(elements, device=device, dtype=dtype)
     target = torch.empty_like(source)
-    copied = min(timed(lambda: target.copy_(source), device) for _ in range(5))
+    copied = min(timed(lambda: target.copy_(source), device) for _ in range(_REPEATS))
     small = torch.ones(8, device=device)
 
     def many() -> None:
         for _ in range(200):
             small.add_(1)
 
-    started = min(timed(many, device) for _ in range(3)) / 200
+    started = min(timed(many, device) for _ in range(_REPEATS)) / 200
     return Rates(2 * width**3 / product, 2 * source.nbytes / copied, started)
 
 
