@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from zerofold.bench import plan
-from zerofold.bench.plan import all_runs, summarise
+from zerofold.bench.plan import Gathered, all_runs
 from zerofold.bench.plan_predicted import Compared, Failed, Run
 from zerofold.bench.plan_worker import Measured, PlanTask, measure_model
 from zerofold.bench.streams import Stream, StreamFailed
@@ -83,7 +83,7 @@ def test_what_came_before_a_process_died_is_there(
 def test_a_bench_that_is_stopped_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, seen = tmp_path / "plan.json", []
 
-    def stopped(*_: object) -> Iterator[Compared | Failed]:
+    def stopped(*_: object, **__: object) -> Iterator[Compared | Failed]:
         for number in range(3):
             yield compared(1000 + number)
             seen.append(len(json.loads(path.read_text())["runs"]))
@@ -99,7 +99,7 @@ def test_a_bench_that_is_stopped_keeps_its_rows(tmp_path: Path, monkeypatch: pyt
     assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
 
 
-def compared(predicted: int, measured: int = 1000, seconds: float | None = None) -> Compared:
+def compared(predicted: int, measured: int | None = 1000, seconds: float | None = None) -> Compared:
     run = Run(stage=3, world=8, batch=2, checkpointing=False)
     return Compared(
         model="gpt",
@@ -120,12 +120,14 @@ def compared(predicted: int, measured: int = 1000, seconds: float | None = None)
         ([compared(1001), compared(1030), compared(970)], False),
         ([compared(1000, seconds=1.14)], True),
         ([compared(1000, seconds=0.84)], False),
+        ([compared(1, measured=None, seconds=1.14)], True),
+        ([compared(1, measured=None, seconds=1.16)], False),
         ([], False),
     ],
 )
 def test_what_is_too_far_off_fails(results: list[Compared], ok: bool) -> None:
-    assert summarise(results, {}, "cpu")["ok"] is ok
-    assert summarise(results, {"vit": "no memory"}, "cpu")["ok"] is False
+    assert Gathered(results).summarise("cpu")["ok"] is ok
+    assert Gathered(results, errors={"vit": "no memory"}).summarise("cpu")["ok"] is False
 
 
 def test_at_least_24_runs_by_default() -> None:
@@ -142,6 +144,9 @@ def test_at_least_24_runs_by_default() -> None:
         (["--only", "bert"], "error: there is no model 'bert'; the models are gpt, llama, t5, vit, mixtral"),
         (["--only", ","], "error: --only names no model"),
         (["--batches", "2,x"], "error: --batches has 'x'; give numbers of samples, with commas"),
+        (["--times-only", "--batches", "1,2"], "error: --batches has 1, from which the host's time is measured"),
+        (["--times-only", "--no-alone"], "error: --times-only with --no-alone leaves nothing"),
+        (["--profile"], "error: --profile has no timed run to look at; add --times-only"),
         (["--stages", "4"], "error: there is no stage '4'"),
         (["--out", "/nowhere/plan.json"], "error: --out /nowhere/plan.json: there is no folder /nowhere"),
     ],

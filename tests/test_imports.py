@@ -87,6 +87,7 @@ ROOMS = [
     "plan.tracing",
     "plan.sources",
     "plan.measure",
+    "plan.trial",
     "plan.advice",
     "plan.configs",
     "plan.text",

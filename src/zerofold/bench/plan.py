@@ -11,28 +11,23 @@ import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from zerofold.bench.machine import check_folder_of, choose_device, describe_software, parse_stages
 from zerofold.bench.plan_models import NAMES, plan_model
-from zerofold.bench.plan_predicted import Compared, Failed, Rates, Run, peak_bytes, step_seconds
-from zerofold.bench.plan_worker import Measured, PlanTask, Spent, measure_model, trace_models
+from zerofold.bench.plan_predicted import Beforehand, Compared, Failed, Rates, Run, peak_bytes, step_time
+from zerofold.bench.plan_table import MEDIAN, TIME, WORST, print_table
+from zerofold.bench.plan_timing import PROBED, Busy
+from zerofold.bench.plan_worker import News, PlanTask, Spent, measure_model, trace_models
 from zerofold.bench.streams import Stream, StreamFailed
-from zerofold.plan.shape import ModelShape
+from zerofold.plan.shape import Launching, ModelShape
 
-WORST, MEDIAN = 0.05, 0.02
-"""Of peaks: as far as any may be off, and the median of all."""
-TIME = 0.15
-"""Of step times, which are measured on a GPU alone."""
 BATCHES = {"cuda": (2, 8), "cpu": (2, 4)}
 PRECISION = {"cuda": "bf16", "cpu": "fp32"}
 
@@ -47,7 +42,12 @@ def all_runs(stages: Sequence[int], world: int, batches: Sequence[int], *, alone
     )
 
 
-def compare_models(names: Sequence[str], device: str, runs: tuple[Run, ...]) -> Iterator[Compared | Spent | Failed]:
+Told = Compared | Beforehand | Busy | Spent | Failed
+
+
+def compare_models(
+    names: Sequence[str], device: str, runs: tuple[Run, ...], *, times_only: bool = False, profiles: bool = False
+) -> Iterator[Told]:
     """One model after the other has the device to itself. Beside it another process traces, and the next one starts.
 
     tracer    imports | gpt | llama | t5 | vit | mixtral |
@@ -55,10 +55,16 @@ def compare_models(names: Sequence[str], device: str, runs: tuple[Run, ...]) -> 
     llama             | imports, waits  | runs            |
     t5                                  | imports, waits  | …
     """
-    tasks = [PlanTask(model=name, device=device, precision=PRECISION[device], runs=runs) for name in names]
-    with Stream(trace_models, names, device, PRECISION[device]) as tracer, ExitStack() as all_processes:
+    precision = PRECISION[device]
+    tasks = [
+        PlanTask(model=name, device=device, precision=precision, runs=runs, times_only=times_only, profiles=profiles)
+        for name in names
+    ]
+    with Stream(trace_models, names, device, precision) as tracer, ExitStack() as all_processes:
         tracer.begin()
         shapes = iter(tracer)
+        if times_only:  # which another busy process on the same machine would change
+            shapes = iter(list(shapes))
         measuring = all_processes.enter_context(Stream(measure_model, tasks[0]))
         for task, after in zip_longest(tasks, tasks[1:]):
             measuring.begin()
@@ -71,98 +77,84 @@ def compare_models(names: Sequence[str], device: str, runs: tuple[Run, ...]) -> 
             measuring = following
 
 
-def _compare_model(
-    task: PlanTask, measuring: Iterable[Rates | Measured | Spent], shape: ModelShape | Failed
-) -> Iterator[Compared | Spent | Failed]:
+def _compare_model(task: PlanTask, measuring: Iterable[News | Spent], shape: ModelShape | Failed) -> Iterator[Told]:
     if isinstance(shape, Failed):
         yield shape
         return
     rates: Rates | None = None
     for news in measuring:
-        if isinstance(news, Rates):
-            rates = news
-        elif isinstance(news, Spent):
-            yield news
-        else:
-            predicted = None
-            if news.step_s is not None and rates is not None:
-                predicted = step_seconds(shape, news.run, task.precision, task.device, rates)
-            yield Compared(
-                model=task.model,
-                parameters=shape.parameters,
-                run=news.run,
-                predicted_bytes=peak_bytes(shape, news.run, task.precision, task.device),
-                measured_bytes=news.peak_bytes,
-                predicted_s=predicted,
-                measured_s=news.step_s,
-            )
+        match news:
+            case Rates():
+                rates = news
+            case Launching():
+                shape = replace(shape, launched=(*shape.launched, news))
+                if rates is not None:
+                    yield Beforehand(task.model, rates, shape.launched)
+            case Spent() | Busy():
+                yield news
+            case _:
+                predicted = None
+                if news.step_s is not None and rates is not None:
+                    predicted = step_time(shape, news.run, task.precision, task.device, rates)
+                yield Compared(
+                    model=task.model,
+                    parameters=shape.parameters,
+                    run=news.run,
+                    predicted_bytes=peak_bytes(shape, news.run, task.precision, task.device),
+                    measured_bytes=news.peak_bytes,
+                    predicted_s=None if predicted is None else predicted.seconds,
+                    measured_s=news.step_s,
+                    parts=None if predicted is None else predicted.parts,
+                )
 
 
-def summarise(
-    results: Sequence[Compared],
-    errors: dict[str, str],
-    device: str,
-    spent: dict[str, dict[str, float]] | None = None,
-) -> dict[str, Any]:
-    """The JSON object; `ok` is False where a run is missing or too far off. `spent`: what the bench itself took."""
-    off = [abs(result.off) for result in results]
-    time_off = [abs(result.time_off) for result in results if result.time_off is not None]
-    is_close = bool(off) and max(off) <= WORST and statistics.median(off) <= MEDIAN
-    is_in_time = all(value <= TIME for value in time_off)
-    return {
-        "machine": describe_software(device),
-        "precision": PRECISION[device],
-        "runs": [{**asdict(result), "off": result.off, "time_off": result.time_off} for result in results],
-        "worst": max(off, default=None),
-        "median": statistics.median(off) if off else None,
-        "time_worst": max(time_off, default=None),
-        "time_median": statistics.median(time_off) if time_off else None,
-        "spent_s": spent or {},
-        "errors": errors,
-        "ok": is_close and is_in_time and not errors,
-    }
+@dataclass
+class Gathered:
+    """All that has come so far."""
 
+    results: list[Compared] = field(default_factory=list)
+    before: dict[str, Beforehand] = field(default_factory=dict)
+    profiles: list[Busy] = field(default_factory=list)
+    spent: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What the bench itself took."""
+    errors: dict[str, str] = field(default_factory=dict)
 
-def print_table(console: Console, results: Sequence[Compared], summary: dict[str, Any]) -> None:
-    on_gpu = any(result.measured_bytes > 2**30 for result in results)
-    unit, name = (2**30, "GiB") if on_gpu else (2**20, "MiB")
-    table = Table(title="the plan against runs", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    headings = (f"predicted\n{name}", f"measured\n{name}", "\noff", "predicted\nms", "measured\nms", "\noff")
-    for heading in ("\nmodel", "\nranks", "\nrow", "\nbatch", "recom-\nputed"):
-        table.add_column(heading, no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for result in results:
-        run = result.run
-        times = ("", "", "")
-        if result.predicted_s is not None and result.measured_s is not None and result.time_off is not None:
-            times = (f"{1e3 * result.predicted_s:.1f}", f"{1e3 * result.measured_s:.1f}", f"{result.time_off:+.1%}")
-        table.add_row(
-            result.model,
-            str(run.world),
-            str(run.stage),
-            str(run.batch),
-            "yes" if run.checkpointing else "no",
-            f"{result.predicted_bytes / unit:.2f}",
-            f"{result.measured_bytes / unit:.2f}",
-            f"{result.off:+.2%}",
-            *times,
-            style="red" if abs(result.off) > WORST else None,
-        )
-    console.print(table)
-    if results:
-        console.print(
-            f"{len(results)} runs; peaks off by {summary['median']:.2%} in the median (at most {MEDIAN:.0%}), "
-            f"{summary['worst']:.2%} at worst (at most {WORST:.0%})",
-            soft_wrap=True,
-        )
-    if summary["time_median"] is not None:
-        console.print(
-            f"step times off by {summary['time_median']:.1%} in the median, {summary['time_worst']:.1%} at worst",
-            soft_wrap=True,
-        )
-    for model, error in summary["errors"].items():
-        console.print(f"[red]{model}[/red]  {escape(error)}", soft_wrap=True)
+    def add(self, news: Told) -> None:
+        match news:
+            case Compared():
+                self.results.append(news)
+            case Beforehand():
+                self.before[news.model] = news
+            case Busy():
+                self.profiles.append(news)
+            case Spent():
+                self.spent[news.model] = news.seconds
+            case Failed():
+                self.errors[news.model] = news.message
+
+    def summarise(self, device: str) -> dict[str, Any]:
+        """The JSON object; `ok` is False where a run is missing or too far off."""
+        off = [abs(result.off) for result in self.results if result.off is not None]
+        time_off = [abs(result.time_off) for result in self.results if result.time_off is not None]
+        is_close = not off or (max(off) <= WORST and statistics.median(off) <= MEDIAN)
+        is_in_time = all(value <= TIME for value in time_off)
+        return {
+            "machine": describe_software(device),
+            "precision": PRECISION[device],
+            "beforehand": {
+                model: {"rates": each.rates._asdict(), "launching": [asdict(found) for found in each.launching]}
+                for model, each in self.before.items()
+            },
+            "runs": [{**asdict(result), "off": result.off, "time_off": result.time_off} for result in self.results],
+            "profiles": [asdict(each) for each in self.profiles],
+            "worst": max(off, default=None),
+            "median": statistics.median(off) if off else None,
+            "time_worst": max(time_off, default=None),
+            "time_median": statistics.median(time_off) if time_off else None,
+            "spent_s": self.spent,
+            "errors": self.errors,
+            "ok": bool(off or time_off) and is_close and is_in_time and not self.errors,
+        }
 
 
 def bench_plan_command(
@@ -171,6 +163,12 @@ def bench_plan_command(
     world: Annotated[int, typer.Option(min=2, help="Ranks of the fake world, of which rank 0 is real.")] = 8,
     batches: Annotated[str, typer.Option(help="Samples in a step, with commas; 2,8 on a GPU, 2,4 on the CPU.")] = "",
     alone: Annotated[bool, typer.Option(help="A rank alone as well; on a GPU it is timed.")] = True,
+    times_only: Annotated[
+        bool, typer.Option("--times-only", help="A rank alone and nothing else, timed on the CPU too; no peaks.")
+    ] = False,
+    profiles: Annotated[
+        bool, typer.Option("--profile", help="One more step of each timed run for how long its kernels ran, by name.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the JSON object to this file, after every run.")] = None,
@@ -178,13 +176,15 @@ def bench_plan_command(
     """Compare predicted with measured peaks and step times, over models, rows, batches and checkpointing.
 
     Each model runs in a process of its own: large on a GPU in bf16, where the allocator counts; tiny on the CPU in
-    fp32, where torch's profiler does. The exit code is 1 when a peak is off by over 5%, the median of all by over 2%,
-    or a step time by over 15%.
+    fp32, where torch's profiler does. Times are predicted from the device's rates and from what the host takes to
+    launch steps of one sample, both measured before. The exit code is 1 when a peak is off by over 5%, the median of
+    all by over 2%, or a step time by over 15%.
 
     \b
     Examples:
       zerofold bench plan
       zerofold bench plan --only gpt,llama --stages 3 --json
+      zerofold bench plan --times-only --profile --out times.json
     """
     try:
         chosen = parse_stages(stages)
@@ -196,30 +196,25 @@ def bench_plan_command(
             plan_model(name, device)
         samples = _parse_batches(batches) or BATCHES[device]
         check_folder_of(out)
+        _check_times(samples, times_only=times_only, alone=alone, profiles=profiles, device=device)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    runs = all_runs(chosen, world, samples, alone=alone)
-    results: list[Compared] = []
-    errors: dict[str, str] = {}
-    spent: dict[str, dict[str, float]] = {}
-    summary: dict[str, Any] = {}
+    runs = all_runs(() if times_only else chosen, world, samples, alone=alone)
+    found, summary = Gathered(), dict[str, Any]()
     with Console(stderr=True).status("starting") as status:
-        for news in compare_models(names, device, runs):
+        for news in compare_models(names, device, runs, times_only=times_only, profiles=profiles):
+            found.add(news)
             if isinstance(news, Compared):
-                results.append(news)
-                status.update(f"{news.model}: {sum(each.model == news.model for each in results)} of {len(runs)} runs")
-            elif isinstance(news, Spent):
-                spent[news.model] = news.seconds
-            else:
-                errors[news.model] = news.message
-            summary = summarise(results, errors, device, spent)
+                done = sum(each.model == news.model for each in found.results)
+                status.update(f"{news.model}: {done} of {len(runs)} runs")
+            summary = found.summarise(device)
             if out is not None:
                 _write_whole(out, json.dumps(summary, indent=2) + "\n")
     if as_json:
         typer.echo(json.dumps(summary))
     else:
-        print_table(Console(), results, summary)
+        print_table(Console(), found.results, summary)
     if not summary["ok"]:
         raise typer.Exit(1)
 
@@ -230,6 +225,19 @@ def _parse_batches(text: str) -> tuple[int, ...]:
         if not part.isdecimal() or int(part) < 1:
             raise ValueError(f"--batches has {part!r}; give numbers of samples, with commas")
     return tuple(int(part) for part in parts)
+
+
+def _check_times(samples: Sequence[int], *, times_only: bool, alone: bool, profiles: bool, device: str) -> None:
+    is_timed = alone and (times_only or device == "cuda")
+    if times_only and not alone:
+        raise ValueError("--times-only with --no-alone leaves nothing: a rank alone is what is timed")
+    if profiles and not is_timed:
+        raise ValueError("--profile has no timed run to look at; add --times-only")
+    if is_timed and PROBED in samples:
+        raise ValueError(
+            f"--batches has {PROBED}, from which the host's time is measured beforehand: a prediction for the same "
+            "batch would be none; give others, or --no-alone"
+        )
 
 
 def _write_whole(path: Path, text: str) -> None:

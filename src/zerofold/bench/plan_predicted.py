@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zerofold.memory.buffers import default_buffer_bytes
+from zerofold.plan.host import host_seconds
 from zerofold.plan.machine import Machine
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Point
 from zerofold.plan.presets import preset
-from zerofold.plan.shape import ModelShape
+from zerofold.plan.shape import Launching, ModelShape
 from zerofold.plan.times import times
 
 
@@ -29,12 +30,11 @@ BUFFER_BYTES = {"cuda": default_buffer_bytes("cuda"), "cpu": 2**18}
 
 
 class Rates(NamedTuple):
-    """What a device reaches: flops and bytes a second, seconds from kernel to kernel, and of the host for each."""
+    """What a device reaches: flops and bytes a second, seconds from kernel to kernel."""
 
     flops: float
     memory: float
     kernel: float
-    host: float
 
 
 def machine_of(device: str, world: int, rates: Rates | None) -> Machine:
@@ -48,7 +48,6 @@ def machine_of(device: str, world: int, rates: Rates | None) -> Machine:
         flops_fp32=rates.flops,
         memory_rate=rates.memory,
         kernel_seconds=rates.kernel,
-        host_seconds=rates.host,
     )
 
 
@@ -69,26 +68,49 @@ def peak_bytes(shape: ModelShape, run: Run, precision: str, device: str) -> int:
     return memory(shape, machine, point, by_gloo=False).device_peak
 
 
-def step_seconds(shape: ModelShape, run: Run, precision: str, device: str, rates: Rates) -> float:
-    return times(shape, machine_of(device, run.world, rates), point_of(run, precision, device)).step
+class Beforehand(NamedTuple):
+    """All that was measured for the predicted seconds of a model, before any run that they are compared with."""
+
+    model: str
+    rates: Rates
+    launching: tuple[Launching, ...]
+
+
+class StepTime(NamedTuple):
+    """A predicted step, and what it was made of: by that a miss can be understood."""
+
+    seconds: float
+    parts: dict[str, float]
+    """On the device, and what it waits for ("launch": for the host); then what the host takes, of which most may be
+    beside the device."""
+
+
+def step_time(shape: ModelShape, run: Run, precision: str, device: str, rates: Rates) -> StepTime:
+    """`shape` with what the host was measured to take for it."""
+    machine, point = machine_of(device, run.world, rates), point_of(run, precision, device)
+    found, host = times(shape, machine, point), host_seconds(shape, machine, point)
+    of_host = {f"host_{name}": seconds for name, seconds in host._asdict().items()}
+    return StepTime(found.step, {"compute": found.compute, "update": found.update, **found.exposed, **of_host})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One run, predicted and measured. Seconds of a rank alone on a GPU."""
+    """One run, predicted and measured; its peak unless times alone were asked for. Seconds of a rank alone on a GPU."""
 
     model: str
     parameters: int
     run: Run
     predicted_bytes: int
-    measured_bytes: int
+    measured_bytes: int | None
     predicted_s: float | None = None
     measured_s: float | None = None
+    parts: dict[str, float] | None = None
+    """Of the predicted seconds."""
 
     @property
-    def off(self) -> float:
+    def off(self) -> float | None:
         """What the prediction is over what was measured; negative where it is under."""
-        return self.predicted_bytes / self.measured_bytes - 1
+        return None if self.measured_bytes is None else self.predicted_bytes / self.measured_bytes - 1
 
     @property
     def time_off(self) -> float | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,12 @@ from zerofold.bench.memory import make_finite
 from zerofold.bench.meters import Meter, meter_on
 from zerofold.bench.plan_models import PlanModel, plan_model
 from zerofold.bench.plan_predicted import BUFFER_BYTES, Failed, Rates, Run
+from zerofold.bench.plan_timing import TIMED_STEPS, Busy, busy, measure_launching, measure_rates, timed
 from zerofold.launch import one_line
-from zerofold.plan.measure import measure_host_seconds
-from zerofold.plan.shape import ModelShape
+from zerofold.plan.shape import Launching, ModelShape
 from zerofold.plan.tracing import trace
 
 MEASURED_STEPS = 2
-TIMED_STEPS = 5
 LEFT_BEHIND = 2**26
 """Bytes of the device that a row may leave to the next one: far below what any prediction is judged by, and more than
 the maps of blocks that the fused update keeps for its process, 8 bytes for 2,048 parameters of each division."""
@@ -38,15 +37,26 @@ class PlanTask:
     """"cpu" or "cuda"."""
     precision: str
     runs: tuple[Run, ...]
+    times_only: bool = False
+    """No peaks; and a CPU, which their profiler would slow, is timed too."""
+    profiles: bool = False
+    """One more step of each timed run, after all of them."""
+
+    def times(self, run: Run) -> bool:
+        return run.world == 1 and (self.device == "cuda" or self.times_only)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One run. Seconds of a step: of a rank alone on a GPU, since the profiler slows the CPU that it watches."""
+    """One run. Seconds of a step where it was timed: of a rank alone."""
 
     run: Run
-    peak_bytes: int
+    peak_bytes: int | None
     step_s: float | None
+
+
+News = Rates | Launching | Measured | Busy
+"""What is measured: rates and launching before what they predict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +105,15 @@ def _trace(model: PlanModel, device: str, precision: str) -> ModelShape:
     )
 
 
-def measure_model(task: PlanTask) -> Iterator[Rates | Measured | Spent]:
-    """Every run of one model, as soon as it is known; on a GPU the rates of the device before. The model is built once
-    for each row and number of ranks, and each of these begins with as little on the device as a new process would.
+def measure_model(task: PlanTask) -> Iterator[News | Spent]:
+    """Every run of one model, as soon as it is known; before those that are timed, what their prediction needs. The
+    model is built once for each row and number of ranks, and each of these begins with as little on the device as a new
+    process would.
     """
     torch.set_num_threads(1 if task.device == "cpu" else torch.get_num_threads())
     device = torch.device(task.device, 0) if task.device == "cuda" else torch.device("cpu")
     model, watch = plan_model(task.model, task.device), _Watch()
-    if task.device == "cuda" and any(run.world == 1 for run in task.runs):
+    if any(task.times(run) for run in task.runs):
         with watch.on("rates"):
             yield measure_rates(device, task.precision)
     _clean(device)
@@ -114,26 +125,28 @@ def measure_model(task: PlanTask) -> Iterator[Rates | Measured | Spent]:
 
 def _measure_row(
     model: PlanModel, runs: list[Run], task: PlanTask, device: torch.device, watch: _Watch
-) -> Iterator[Measured]:
+) -> Iterator[News]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=runs[0].world, store=FakeStore())
-    meter, seconds = meter_on(device), dict[Run, float | None]()
-    with meter.watching():
-        for run, spent in _train(model, runs, task, device, meter, watch):
-            seconds[run] = spent
-            if meter.counts_at_once:
-                yield Measured(run=run, peak_bytes=meter.peaks()[_label(run)], step_s=spent)
+    meter, found = None if task.times_only else meter_on(device), list[Measured]()
+    with nullcontext() if meter is None else meter.watching():
+        for news in _train(model, runs, task, device, meter, watch):
+            if not isinstance(news, Measured) or meter is None:
+                yield news
+            elif meter.counts_at_once:
+                yield replace(news, peak_bytes=meter.peaks()[_label(news.run)])
+            else:
+                found.append(news)
     with watch.on("clean"):
         dist.destroy_process_group()
         left = _clean(device)
     if left > LEFT_BEHIND:
         raise RuntimeError(f"row {runs[0].stage} left {left} bytes on the device, which the next would be taken for")
-    if not meter.counts_at_once:
+    if meter is not None and found:
         with watch.on("read"):
             peaks = meter.peaks()
-        for run, spent in seconds.items():
-            yield Measured(run=run, peak_bytes=peaks[_label(run)], step_s=spent)
+        yield from (replace(each, peak_bytes=peaks[_label(each.run)]) for each in found)
 
 
 def _clean(device: torch.device) -> int:
@@ -156,9 +169,9 @@ def _label(run: Run) -> str:
 
 
 def _train(
-    model: PlanModel, runs: list[Run], task: PlanTask, device: torch.device, meter: Meter, watch: _Watch
-) -> Iterator[tuple[Run, float | None]]:
-    """Each run, when it is over, and the seconds of a step where they are measured."""
+    model: PlanModel, runs: list[Run], task: PlanTask, device: torch.device, meter: Meter | None, watch: _Watch
+) -> Iterator[Launching | Measured | Busy]:
+    """Each run, when it is over, without its peak: that is the meter's."""
     torch.manual_seed(0)
     with watch.on("build"), device:
         module = model.build().train()
@@ -171,23 +184,36 @@ def _train(
             device=device,
             buffer_bytes=BUFFER_BYTES[task.device],
         )
+    timed_runs = [run for run in runs if task.times(run)]
+    if timed_runs:
+        with watch.on("launching"):
+            launched = list(measure_launching(model, module, optimizer, timed_runs, device))
+        yield from launched
     for run in runs:
         model.set_checkpointing(module, run.checkpointing)
         with device:
             batch = model.batch(run.batch)
         with watch.on("first steps"):  # they learn orders, make moments and grow buffers
             _step(module, optimizer, batch, run.world)
-        with watch.on("measured steps"), meter.measuring(_label(run)):
+        with watch.on("measured steps"), nullcontext() if meter is None else meter.measuring(_label(run)):
             for _ in range(MEASURED_STEPS):
                 _step(module, optimizer, batch, run.world)
         spent = None
-        if run.world == 1 and device.type == "cuda":
+        if run in timed_runs:
             step = partial(_step, module, optimizer, batch, run.world)
             with watch.on("timed steps"):
-                spent = min(_timed(step, device) for _ in range(TIMED_STEPS))
+                spent = min(timed(step, device) for _ in range(TIMED_STEPS))
             del step
         del batch
-        yield run, spent
+        yield Measured(run=run, peak_bytes=None, step_s=spent)
+    for run in timed_runs if task.profiles else ():  # at the end: a profiler that has run once may slow what follows
+        model.set_checkpointing(module, run.checkpointing)
+        with device:
+            batch = model.batch(run.batch)
+        with watch.on("profiles"):
+            found = busy(model.name, run, partial(_step, module, optimizer, batch, run.world), device)
+        del batch
+        yield found
     if not optimizer.state:
         raise RuntimeError("the steps made no optimizer states, so there is nothing to measure")
     zf.close(module, gather=False)
@@ -202,32 +228,3 @@ def _step(module: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, 
         make_finite(optimizer)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def measure_rates(device: torch.device, precision: str) -> Rates:
-    """Of large matrix products, of large copies, and of kernels too small to matter."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    width, elements = (8192, 2**28) if device.type == "cuda" else (512, 2**22)
-    one, other = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
-    product = min(_timed(lambda: one @ other, device) for _ in range(5))
-    source = torch.empty(elements, device=device, dtype=dtype)
-    target = torch.empty_like(source)
-    copied = min(_timed(lambda: target.copy_(source), device) for _ in range(5))
-    small = torch.ones(8, device=device)
-
-    def many() -> None:
-        for _ in range(200):
-            small.add_(1)
-
-    started = min(_timed(many, device) for _ in range(3)) / 200
-    return Rates(2 * width**3 / product, 2 * source.nbytes / copied, started, measure_host_seconds(device))
-
-
-def _timed(call: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start

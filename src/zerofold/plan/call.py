@@ -17,9 +17,10 @@ from zerofold.plan.predict import predict
 from zerofold.plan.presets import changed, preset
 from zerofold.plan.result import Plan, Searched
 from zerofold.plan.search import search
-from zerofold.plan.shape import ModelShape
-from zerofold.plan.sources import from_function, from_hugging_face
+from zerofold.plan.shape import Launching, ModelShape
+from zerofold.plan.sources import build_function, build_hugging_face, from_function, from_hugging_face
 from zerofold.plan.transformer import SEQUENCE, VOCABULARY, GPTNumbers, from_numbers, from_parameters
+from zerofold.plan.trial import try_here
 
 STAGES = ("0", "1", "2", "3", "dp", "hsdp", "hpz")
 DEFAULT_PRESET = "A100-80"
@@ -60,6 +61,7 @@ def plan(
     device_memory: int | None = None,
     host_memory: int | None = None,
     disk: int | None = None,
+    run: bool = False,
 ) -> Plan:
     """Bytes, traffic and time of every row of the table, with and without offloading, and one to choose.
 
@@ -76,6 +78,8 @@ def plan(
                   as `zf.prepare` takes it: gradients in one block, in forward too
     pipeline      ranks that follow each other, with `accumulate` micro-batches by a schedule: "gpipe", "1f1b",
                   "interleaved" or "zero_bubble" (in `chunks` of blocks a rank), "zbv"
+    run           takes some steps of a config's or function's model here, for what they take the host; the machine must
+                  be `zerofold.plan.measure.this_machine()`
 
     >>> import zerofold as zf
     >>> found = zf.plan(params=7.5e9, world_size=64)
@@ -119,6 +123,10 @@ def plan(
         contiguous_gradients=contiguous_gradients,
     )
     _check_point(shape, fleet, wanted)
+    if run:
+        ran = _try_here(model, function, seq, shape, fleet, wanted)
+        note = f"the host took {1e3 * ran.passes:.1f} ms to launch forward and backward of one sample here"
+        shape = replace(shape, launched=(ran,), notes=(*shape.notes, note))
     stages = tuple(predict(shape, fleet, point) for point in _on_device(wanted))
     offloaded = tuple(predict(shape, fleet, point) for point in _offloaded(wanted, fleet))
     recommended, advice = advise(shape, fleet, stages, offloaded)
@@ -273,6 +281,23 @@ def _model(
         raise ValueError(f"a model given by its numbers needs layers, hidden and heads; add {' and '.join(missing)}")
     size = GPTNumbers(layers=layers, hidden=hidden, heads=heads, vocab=vocab or VOCABULARY, seq=seq or SEQUENCE)
     return from_numbers(size, precision=precision, flash=flash, checkpoint_every=checkpoint_every)
+
+
+def _try_here(
+    model: str | ModelShape | None,
+    function: str | None,
+    seq: int | None,
+    shape: ModelShape,
+    fleet: Machine,
+    point: Point,
+) -> Launching:
+    if fleet.source != "measured":
+        raise ValueError(f"--run measures on this machine, and the plan is for {fleet.name}: add --this-machine")
+    if function is not None:
+        return try_here(build_function(function, seq), shape, fleet, point)
+    if isinstance(model, str):
+        return try_here(build_hugging_face(model, seq), shape, fleet, point)
+    raise ValueError("--run needs a model that can be built: a Hugging Face config, or --function module:function")
 
 
 def _paper(shape: ModelShape, point: Point) -> dict[str, float]:

@@ -70,6 +70,10 @@ def plan_command(
     measured: Annotated[
         bool, typer.Option("--this-machine", help="Measure this machine instead; takes a few seconds.")
     ] = False,
+    run: Annotated[
+        bool,
+        typer.Option("--run", help="With --this-machine: take steps of --model or --function, to time the host."),
+    ] = False,
     path: Annotated[str | None, typer.Option(help="With --this-machine: a folder whose disk to measure.")] = None,
     device_memory: Annotated[str | None, typer.Option(help="Of one device, such as 80GiB.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Of a node, such as 1TB.")] = None,
@@ -95,6 +99,7 @@ def plan_command(
       zerofold plan --layers 48 --hidden 1600 --heads 25 --preset V100-32 --world-size 16 --json
       zerofold plan --params 70e9 --world-size 64 --tensor 8 --pipeline 2 --accumulate 16 --preset H100
       zerofold plan --model meta-llama/ --seq 4096 --preset H100 --world-size 8 --config ds_config.json
+      zerofold plan --function my_models:build --this-machine --run
     """
     try:
         fleet = _fleet(machine, measured, path, world_size, link_inside, link_across)
@@ -131,6 +136,7 @@ def plan_command(
             device_memory=_size("--device-memory", device_memory),
             host_memory=_size("--host-memory", host_memory),
             disk=_size("--disk", disk),
+            run=run,
         )
         if config is not None and found.recommended is None:
             raise ValueError(f"nothing fits, so there is no config to write to {config}: {found.advice.sentences[0]}")

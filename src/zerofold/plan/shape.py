@@ -104,6 +104,30 @@ class Activity:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launching:
+    """What one step of a model took the host, measured (`zerofold.plan.probe`). Not how long the device computed."""
+
+    checkpoint_every: int
+    samples: int
+    """Of the step."""
+    forward: float
+    backward: float
+    """Seconds until all of it was launched, with what is computed again."""
+    update: float
+    """Seconds until the optimizer's step was launched, which reads the gradients' norm first."""
+    clear: float
+    """Seconds of `zero_grad`, which may be spent while the device updates."""
+    drained: float = 0.0
+    """Seconds that the device still computed when backward had been launched: where the host was ahead."""
+    waits: int = 0
+    """How often forward and backward made the host wait for the device: the values of tensors were asked for."""
+
+    @property
+    def passes(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A model as the plan sees it. `units` in forward order; what is in no block is the first, named ROOT."""
 
@@ -125,6 +149,8 @@ class ModelShape:
     """Bytes of the model's buffers, which every rank has whole."""
     notes: tuple[str, ...] = field(default=())
     """What was assumed, for a person to read."""
+    launched: tuple[Launching, ...] = ()
+    """What the host took for it, where that was measured."""
 
     @property
     def parameters(self) -> int:
@@ -140,3 +166,7 @@ class ModelShape:
                 return found
         known = ", ".join(str(each.checkpoint_every) for each in self.activities) or "none"
         raise ValueError(f"{self.name}: nothing is known of checkpoint_every={checkpoint_every}; known: {known}")
+
+    def launching(self, checkpoint_every: int) -> Launching | None:
+        """With or without recomputation: every block is computed again, however many of them from one input."""
+        return next((each for each in self.launched if bool(each.checkpoint_every) == bool(checkpoint_every)), None)

@@ -47,13 +47,17 @@ def from_hugging_face(
     where: str | Path, *, seq: int | None = None, precision: str = "bf16", checkpoint_every: Sequence[int] = (0, 1)
 ) -> ModelShape:
     """From a folder with a config.json, or that file."""
+    built = build_hugging_face(where, seq)
+    shape = _shape(built, str(where), "config", precision, checkpoint_every)
+    return _with_numbers(shape, built.model)
+
+
+def build_hugging_face(where: str | Path, seq: int | None = None) -> Traced:
     file = Path(where)
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise ValueError(f"--model {where}: there is no config.json; give a Hugging Face folder or its config.json")
-    built = build(read_config(file), seq)
-    shape = _shape(built, str(where), "config", precision, checkpoint_every)
-    return _with_numbers(shape, built.model)
+    return build(read_config(file), seq)
 
 
 def read_config(file: Path) -> Any:
@@ -132,6 +136,11 @@ def from_function(
 ) -> ModelShape:
     """From `module:function`, which returns a model, or a model and its example: a function from a number of samples to
     the keyword arguments of a forward that returns a loss. It is called with the meta device as default."""
+    built = build_function(name, seq)
+    return _with_numbers(_shape(built, name, "function", precision, checkpoint_every), built.model)
+
+
+def build_function(name: str, seq: int | None = None) -> Traced:
     found = _call(name)
     model, example = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module):
@@ -154,7 +163,7 @@ def from_function(
             )
         sizes = [tensor.shape[1] for tensor in inputs.values() if isinstance(tensor, Tensor) and tensor.dim() == 2]
         tokens = max(sizes, default=1)
-    return _with_numbers(_shape(Traced(model, example, tokens), name, "function", precision, checkpoint_every), model)
+    return Traced(model, example, tokens)
 
 
 def _call(name: str) -> Any:

@@ -14,7 +14,7 @@ from zerofold.plan.away import STATES_BYTES, away_of, node_ranks
 from zerofold.plan.collectives import data_span
 from zerofold.plan.compute import matrix_rate
 from zerofold.plan.ground import Ground, ground_of
-from zerofold.plan.host import host_seconds, waited_for
+from zerofold.plan.host import host_seconds, launch_seconds
 from zerofold.plan.machine import Machine
 from zerofold.plan.point import Memory, Point, Times, Traffic
 from zerofold.plan.shape import ModelShape
@@ -52,9 +52,9 @@ def times(
     waits = Waits(ground, machine, point, row(point.stage), away_of(point, memory))
     exposed = {PIPELINE: ground.floor.pipeline, TENSOR: ground.floor.tensor, **waits.total()._asdict()}
     compute, update = ground.floor.compute + _passes(waits), _update(waits)
-    on_device = compute + update + sum(exposed.values())
-    host = host_seconds(model, machine, point)
-    exposed[LAUNCH] = waited_for(host.passes, on_device) + host.update
+    # The norm of all gradients is read between the passes and the update: neither hides what the other waits for.
+    passes = compute + sum(exposed.values())
+    exposed[LAUNCH] = launch_seconds(host_seconds(model, machine, point), machine, passes, update)
     exposed = {name: waited for name, waited in exposed.items() if waited > 0}
     intensity = _intensity(model, point)
     parts = {"compute": compute, "update": update, **exposed}

@@ -71,7 +71,7 @@ def record(
         ):
             args, kwargs = boundary.enter(args, kwargs)
             output = boundary.leave(shadow.model(*args, **kwargs), (), is_recomputed=False)
-            start = _start_of_backward(output, loss, recording)
+            start = start_of_backward(output, loss, recording)
             # What a training loop keeps of the batch and the output it keeps until the step is over.
             recording.kept_inputs = sum(recorder.sizes.get(number, 0) for number in inputs)
             recording.events.append(Entered(Phase.BACKWARD, 0))
@@ -100,7 +100,7 @@ def _batch(example: Any, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]
     return (tuple(made), {}) if isinstance(made, (tuple, list)) else ((made,), {})
 
 
-def _start_of_backward(output: Any, loss: Loss | None, recording: Recording) -> Tensor:
+def start_of_backward(output: Any, loss: Loss | None, recording: Recording) -> Tensor:
     if loss is not None:
         return loss(output)
     found = output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", None)

@@ -1,0 +1,121 @@
+"""What a model's step takes the host, measured: how long until all of it is launched.
+
+A GPU computes beside the host, so a call returns when its kernels are queued. For a batch so small that the device is
+never far behind, the time until forward and backward return is the host's own, and it is the same for larger batches:
+
+    host     |forward |backward        |  waits  |update|
+    device   .f.f..f.f.b.b..b.b..b..b.b|b|       .......u|uuuu|
+                                        ^ drained
+
+A device that is over a thousand kernels behind stops the host, and then this shows the device's time. `drained` tells.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerofold.plan.shape import Launching
+
+STEPS = 10
+"""That are timed, of which the fastest counts: what else the machine does only slows. Its parts are taken together: the
+fastest of each part would add up to a step that never was."""
+
+
+class Step(NamedTuple):
+    """A training step in parts, always with the same batch."""
+
+    forward: Callable[[], Tensor]
+    """Returns the loss."""
+    update: Callable[[], object]
+    clear: Callable[[], object]
+
+
+def probe(step: Step, device: torch.device, *, samples: int, checkpoint_every: int) -> Launching:
+    """Takes some steps. The first two are not timed: they compile, learn orders, and make states and buffers.
+
+    >>> model = torch.nn.Linear(4, 4)
+    >>> optimizer = torch.optim.SGD(model.parameters())
+    >>> parts = Step(lambda: model(torch.ones(1, 4)).sum(), optimizer.step, optimizer.zero_grad)
+    >>> found = probe(parts, torch.device("cpu"), samples=1, checkpoint_every=0)
+    >>> min(found.forward, found.backward, found.update) > 0, found.drained, found.waits
+    (True, 0.0, 0)
+    """
+    _take(step, device)
+    with _waits_counted(device) as count:
+        _pass(step)
+        waits = count()
+    _finish(step, device)
+    taken = [_take(step, device) for _ in range(STEPS)]
+    fastest = min(taken, key=lambda each: each.forward + each.backward + each.update + each.clear)
+    return Launching(checkpoint_every=checkpoint_every, samples=samples, waits=waits, **fastest._asdict())
+
+
+class _Taken(NamedTuple):
+    """Seconds of one step."""
+
+    forward: float
+    backward: float
+    drained: float
+    update: float
+    clear: float
+
+
+def _take(step: Step, device: torch.device) -> _Taken:
+    _wait(device)
+    begin = time.perf_counter()
+    loss = step.forward()
+    forwarded = time.perf_counter()
+    loss.backward()
+    del loss
+    backwarded = time.perf_counter()
+    _wait(device)
+    idle = time.perf_counter()
+    step.update()
+    updated = time.perf_counter()
+    step.clear()
+    cleared = time.perf_counter()
+    return _Taken(
+        forward=forwarded - begin,
+        backward=backwarded - forwarded,
+        drained=idle - backwarded if device.type == "cuda" else 0.0,
+        update=updated - idle,
+        clear=cleared - updated,
+    )
+
+
+def _pass(step: Step) -> None:
+    step.forward().backward()
+
+
+def _finish(step: Step, device: torch.device) -> None:
+    step.update()
+    step.clear()
+    _wait(device)
+
+
+@contextmanager
+def _waits_counted(device: torch.device) -> Iterator[Callable[[], int]]:
+    """By CUDA's own check for calls that wait; on the CPU nothing does."""
+    if device.type != "cuda":
+        yield lambda: 0
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield lambda: sum("synchronizing CUDA operation" in str(each.message) for each in seen)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
