@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +104,23 @@ def test_every_placement_trains_as_none(
 @alone
 @pytest.mark.parametrize("name", ["optimizer", "all"])
 @pytest.mark.parametrize("clip", [1e9, 1e-3])
-def test_updates_under_backward_have_the_bits_of_those_after_it(
-    monkeypatch: pytest.MonkeyPatch, name: str, clip: float
+@pytest.mark.parametrize("way", ["early", "resident"])
+def test_updates_early_and_of_states_that_stay_have_the_bits_of_others(
+    monkeypatch: pytest.MonkeyPatch, name: str, clip: float, way: str
 ) -> None:
-    place = PLACES[name] | {"device_share": 1.0, "threads": 2}
+    place, chosen = PLACES[name] | {"device_share": 1.0, "threads": 2}, start._way
+
+    def choose(options: dict[str, Any]) -> None:
+        monkeypatch.setattr(start, "_way", lambda *given: replace(chosen(*given), **options))
+
+    choose({"ahead": 64, "early": True} if way == "early" else {"ahead": 0, "early": False, "resident": 30})
     early: list[float] = []
     found, watched = train(place, 6, clip=clip), train(place, 6, clip=clip, early=early)
-    for module_name in ("MOST_AHEAD", "FEW_AHEAD"):
-        monkeypatch.setattr(start, module_name, 0)
+    choose({"ahead": 0, "early": False})
     expected = train(place, 6, clip=clip)
     assert all(map(torch.equal, found, expected))
     assert all(map(torch.equal, watched, expected))
-    assert (max(early[2:]) > 0) == (clip > 1), early
+    assert (max(early[2:]) > 0) == (clip > 1 and way == "early"), early
 
 
 @alone
