@@ -102,7 +102,7 @@ def test_every_placement_trains_as_none(
 
 
 @alone
-@pytest.mark.parametrize("name", ["optimizer", "all"])
+@pytest.mark.parametrize("name", ["optimizer", "all", "half"])
 @pytest.mark.parametrize("clip", [1e9, 1e-3])
 @pytest.mark.parametrize("way", ["early", "resident"])
 def test_updates_early_and_of_states_that_stay_have_the_bits_of_others(

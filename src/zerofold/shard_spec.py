@@ -30,8 +30,9 @@ class StepScope:
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def look(self, local: Tensor) -> None:
-        """Before a piece is touched: an update of it ends; reading memory that is away would crash the process."""
-        if self.is_under_way and self.finish is not None:
+        """Before a piece is touched: an update of it ends; reading memory that is away would crash the process. What is
+        on an accelerator has its streams for that, and is updated there."""
+        if self.is_under_way and self.finish is not None and local.device.type == "cpu":
             self.finish()
             self.is_under_way = False
         if self.parked and local.numel() and not local.untyped_storage().nbytes():
