@@ -108,7 +108,7 @@ def test_the_measured_choice_is_one_of_the_candidates_and_keeps_to_the_quota(mon
     assert 1e6 < speed.parameters_per_second < 1e11
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr("zerofold.optim.host_speed.usable_cores", lambda: 4)
-    assert host_candidates() == [(2, None), (1, None)]
+    assert host_candidates() == [(3, None), (2, None), (1, None)]
     monkeypatch.setattr("zerofold.optim.host_speed.usable_cores", lambda: 64)
     bound = [(threads, cores) for threads, cores in host_candidates() if cores is not None]
     assert [(threads, len(cores)) for threads, cores in bound] == [(32, 32)]

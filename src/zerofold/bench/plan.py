@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,27 +54,38 @@ def compare_models(
     gpt       imports | runs            |
     llama             | imports, waits  | runs            |
     t5                                  | imports, waits  | …
+
+    Where nothing but times is wanted, which another busy process on the same machine would change, all traces are made
+    before, at once, and all processes wait from the beginning.
     """
     precision = PRECISION[device]
     tasks = [
         PlanTask(model=name, device=device, precision=precision, runs=runs, times_only=times_only, profiles=profiles)
         for name in names
     ]
-    with Stream(trace_models, names, device, precision) as tracer, ExitStack() as all_processes:
-        tracer.begin()
-        shapes = iter(tracer)
-        if times_only:  # which another busy process on the same machine would change
+    with ExitStack() as processes:
+
+        def start(function: Callable[..., Iterable[Any]], *arguments: object) -> Stream[Any]:
+            return processes.enter_context(Stream(function, *arguments))
+
+        groups = [[name] for name in names] if times_only else [list(names)]
+        tracers = [start(trace_models, group, device, precision) for group in groups]
+        for tracer in tracers:
+            tracer.begin()
+        waiting = [start(measure_model, task) for task in (tasks if times_only else tasks[:1])]
+        shapes: Iterator[ModelShape | Failed] = chain.from_iterable(tracers)
+        if times_only:
             shapes = iter(list(shapes))
-        measuring = all_processes.enter_context(Stream(measure_model, tasks[0]))
-        for task, after in zip_longest(tasks, tasks[1:]):
+        for index, task in enumerate(tasks):
+            measuring = waiting[index]
             measuring.begin()
-            following = all_processes.enter_context(Stream(measure_model, after)) if after else measuring
+            if index + 1 == len(waiting) < len(tasks):
+                waiting.append(start(measure_model, tasks[index + 1]))
             try:
                 yield from _compare_model(task, measuring, next(shapes))
             except StreamFailed as error:
                 yield Failed(task.model, str(error))
             measuring.end()  # before the next one begins: its memory must be gone
-            measuring = following
 
 
 def _compare_model(task: PlanTask, measuring: Iterable[News | Spent], shape: ModelShape | Failed) -> Iterator[Told]:

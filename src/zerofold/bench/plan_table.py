@@ -22,7 +22,7 @@ def print_table(console: Console, results: Sequence[Compared], summary: dict[str
     on_gpu = any(result.predicted_bytes > 2**30 for result in results)
     unit, name = (2**30, "GiB") if on_gpu else (2**20, "MiB")
     table = Table(title="the plan against runs", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    headings = (f"predicted\n{name}", f"measured\n{name}", "\noff", "predicted\nms", "measured\nms", "\noff")
+    headings = (f"plan\n{name}", f"run\n{name}", "\noff", "plan\nms", "run\nms", "\noff")  # fits 80 columns
     for heading in ("\nmodel", "\nranks", "\nrow", "\nbatch", "recom-\nputed"):
         table.add_column(heading, no_wrap=True)
     for heading in headings:

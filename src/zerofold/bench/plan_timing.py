@@ -63,11 +63,18 @@ def measure_launching(
         yield probe(step, device, samples=PROBED, checkpoint_every=int(checkpointing))
 
 
+_AWAKE_SECONDS = 1.0
+"""A GPU that had nothing to do for a while begins with slow clocks: half of its rates were measured so."""
+
+
 def measure_rates(device: torch.device, precision: str) -> Rates:
     """Of large matrix products, of large copies, and of kernels too small to matter."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     width, elements = (8192, 2**28) if device.type == "cuda" else (512, 2**22)
     one, other = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
+    awake = time.perf_counter() + (_AWAKE_SECONDS if device.type == "cuda" else 0)
+    while time.perf_counter() < awake:
+        timed(lambda: one @ other, device)
     product = min(timed(lambda: one @ other, device) for _ in range(_REPEATS))
     source = torch.empty(elements, device=device, dtype=dtype)
     target = torch.empty_like(source)
