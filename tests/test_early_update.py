@@ -43,7 +43,7 @@ def early_elements(model: nn.Module) -> float:
 WAYS: tuple[dict[str, Any], ...] = (
     {"ahead": ALL_BLOCKS},
     {"ahead": ALL_BLOCKS, "early": True},
-    {"resident": 18},  # of 29
+    {"lasting": 18},  # of 29
 )
 
 
@@ -162,8 +162,8 @@ def differences(places: list[str]) -> list[str]:
     wrong = []
     for place in places:
         for clip in (NEVER, 0.5):
-            (expected, none, _), (found, stood, _), (resident, _, _) = runs(nothing, clip=clip, place=PLACES[place])
-            if not all(map(torch.equal, found, expected)) or not all(map(torch.equal, resident, expected)):
+            (expected, none, _), (found, stood, _), (lasting, _, _) = runs(nothing, clip=clip, place=PLACES[place])
+            if not all(map(torch.equal, found, expected)) or not all(map(torch.equal, lasting, expected)):
                 wrong.append(f"{place}, clip {clip}: other values")
             # Of gradients on the device alone, a CPU takes the norm only when all copies are over.
             if none or bool(stood) != (clip == NEVER and place != "gradients stay"):
@@ -198,7 +198,7 @@ def other_after(name: str) -> list[str]:
     wrong = []
     for place, precision in (("optimizer", "bf16"), ("all", "bf16"), ("all", None)):
         (expected, _, before), *others = runs(between, place=PLACES[place], precision=precision)
-        for way, (found, _, seen) in zip(("early", "resident"), others, strict=True):
+        for way, (found, _, seen) in zip(("early", "lasting"), others, strict=True):
             if not all(map(torch.equal, found, expected)):
                 wrong.append(f"{place}, {precision}, {way}: other values after the steps")
             if seen is not None and not all(map(torch.equal, seen, before)):
@@ -237,7 +237,7 @@ def test_a_checkpoint_before_the_step_has_the_old_states(ranks: Any, tmp_path: P
     assert ranks(1, saved_before_the_step, str(tmp_path), background) == [True]
 
 
-def sent_down(resident: int) -> list[int]:
+def sent_down(lasting: int) -> list[int]:
     """Elements of each of four steps, and when somebody looks, twice."""
     sent = [0]
     with pytest.MonkeyPatch.context() as patch:
@@ -248,7 +248,7 @@ def sent_down(resident: int) -> list[int]:
             return send(self, chunk, *rest)
 
         patch.setattr(through_device.DeviceUpdate, "_send_down", count)
-        with updated_through_the_device(1.0, clip=NEVER, resident=resident) as (model, optimizer):
+        with updated_through_the_device(1.0, clip=NEVER, lasting=lasting) as (model, optimizer):
             for step in range(4):
                 backward(model, step)
                 optimizer.step()

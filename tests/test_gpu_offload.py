@@ -104,7 +104,7 @@ def test_every_placement_trains_as_none(
 @alone
 @pytest.mark.parametrize("name", ["optimizer", "all", "half"])
 @pytest.mark.parametrize("clip", [1e9, 1e-3])
-@pytest.mark.parametrize("way", ["early", "resident"])
+@pytest.mark.parametrize("way", ["early", "lasting"])
 def test_updates_early_and_of_states_that_stay_have_the_bits_of_others(
     monkeypatch: pytest.MonkeyPatch, name: str, clip: float, way: str
 ) -> None:
@@ -113,7 +113,7 @@ def test_updates_early_and_of_states_that_stay_have_the_bits_of_others(
     def choose(options: dict[str, Any]) -> None:
         monkeypatch.setattr(start, "_way", lambda *given: replace(chosen(*given), **options))
 
-    choose({"ahead": 64, "early": True} if way == "early" else {"ahead": 0, "early": False, "resident": 30})
+    choose({"ahead": 64, "early": True} if way == "early" else {"ahead": 0, "early": False, "lasting": 30})
     early: list[float] = []
     found, watched = train(place, 6, clip=clip), train(place, 6, clip=clip, early=early)
     choose({"ahead": 0, "early": False})

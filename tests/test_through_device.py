@@ -63,7 +63,7 @@ def updated_through_the_device(
     *,
     ahead: int = 0,
     early: bool = False,
-    resident: int = 0,
+    lasting: int = 0,
     tunes: bool = False,
     precision: Any = "bf16",
     place: Any = None,
@@ -84,7 +84,7 @@ def updated_through_the_device(
             patch.setattr(torch.cuda, name, fake)
         options: dict[str, Any] = {"stage": 3, "precision": precision, "clip": clip, "one_pass": True}
         model, optimizer = prepared(place or {"optimizer": "host"}, **options)
-        engine, way = Engine.of(model), Way(2, None, share, tunes, ahead=ahead, early=early, resident=resident)
+        engine, way = Engine.of(model), Way(2, None, share, tunes, ahead=ahead, early=early, lasting=lasting)
         transfers: Any = SimpleNamespace(device=CPU, is_async=True)
         engine.updates = AwayUpdates(transfers, engine.offloading.memory, engine.slabs(), way)
         yield model, optimizer

@@ -86,7 +86,7 @@ def _way(engine: Engine, used: DeviceMemory) -> Way:
     if chunks < 1:
         return replace(way, keeps_gradients=keeps)
     if wish is not None and wish.optimizer == AUTO:  # free to choose: states that stay need not move
-        return replace(way, keeps_gradients=keeps, resident=chunks)
+        return replace(way, keeps_gradients=keeps, lasting=chunks)
     parameters_go_up = any(slab.is_away and slab.tiers.parameters is not Tier.DEVICE for slab in engine.slabs())
     ahead = min(chunks, FEW_AHEAD if parameters_go_up else MOST_AHEAD)
     alone = engine.groups.gather.size == 1 and engine.groups.across is None

@@ -46,7 +46,7 @@ class _Early(NamedTuple):
     is_down: Done
 
 
-class _Resident(NamedTuple):
+class _Lasting(NamedTuple):
     """A chunk whose states stay. The host has them as they were when somebody last looked."""
 
     chunk: Chunk
@@ -58,15 +58,15 @@ class _Resident(NamedTuple):
 class DeviceUpdate:
     """Runs in the thread of a worker; what goes down has another, so that neither direction waits for the other."""
 
-    def __init__(self, device: torch.device, up: Any, *, ahead: int = 0, resident: int = 0) -> None:
-        """`ahead`: chunks that wait on the device for the next step, or whose old states do; `resident`: the first
+    def __init__(self, device: torch.device, up: Any, *, ahead: int = 0, lasting: int = 0) -> None:
+        """`ahead`: chunks that wait on the device for the next step, or whose old states do; `lasting`: the first
         chunks of all, which stay there."""
-        self._device, self._up, self._ahead, self._most_resident = device, up, ahead, resident
+        self._device, self._up, self._ahead, self._most_lasting = device, up, ahead, lasting
         self._kernel, self._copies, self._down = (torch.cuda.Stream(device) for _ in range(3))
-        self._slots = deque(Slot(device) for _ in range(SLOTS + ahead + resident))  # free the longest first
+        self._slots = deque(Slot(device) for _ in range(SLOTS + ahead + lasting))  # free the longest first
         self._staged: dict[tuple[object, int, int], Slot] = {}
         self._early: dict[tuple[object, int, int], _Early] = {}
-        self._resident: dict[tuple[object, int, int], _Resident] = {}
+        self._lasting: dict[tuple[object, int, int], _Lasting] = {}
         self.stood = 0  # elements of this step that were updated early
         # Of this step, as many as can wait for the next, without their gradients; and when each is down.
         self._first: list[tuple[Chunk, Done]] = []
@@ -79,7 +79,7 @@ class DeviceUpdate:
     @property
     def nbytes(self) -> int:
         kept = [each.old for each in list(self._early.values())]
-        kept += [each.slot for each in list(self._resident.values())]
+        kept += [each.slot for each in list(self._lasting.values())]
         return sum(slot.nbytes for slot in (*self._slots, *self._staged.values(), *kept))
 
     def begin(self, changed: set[object]) -> None:
@@ -88,8 +88,8 @@ class DeviceUpdate:
         self._first, self._has_run, self.stood = [], False, 0
         for key in [key for key in self._staged if key[0] in changed]:
             self._slots.appendleft(self._staged.pop(key))
-        for key in [key for key in self._resident if key[0] in changed]:
-            self._slots.append(self._resident.pop(key).slot)
+        for key in [key for key in self._lasting if key[0] in changed]:
+            self._slots.append(self._lasting.pop(key).slot)
         self._up.wait_stream(self._down)
         self._times[0].record(self._up)
         self._kernel.wait_stream(self._up)  # and so behind all that the model still computes with what is written here
@@ -174,10 +174,10 @@ class DeviceUpdate:
         """The host has all states as they are."""
         torch.cuda.set_device(self._device)
         going = []
-        for key, (chunk, slot, made) in self._resident.items():
+        for key, (chunk, slot, made) in self._lasting.items():
             if made is not None:
                 going.append(IsDown(self._sender.submit(self._send_down, chunk, slot, made)))
-                self._resident[key] = _Resident(chunk, slot, None)
+                self._lasting[key] = _Lasting(chunk, slot, None)
         for is_down in going:
             is_down.finish()
 
@@ -187,11 +187,11 @@ class DeviceUpdate:
         early = [key for key in self._early if chunk.overlaps(key)]
         if early:
             self._restore(early)
-        resident = [key for key in self._resident if chunk.overlaps(key)]
-        if resident:
+        lasting = [key for key in self._lasting if chunk.overlaps(key)]
+        if lasting:
             self.bring_down()
-            for key in resident:
-                self._slots.append(self._resident.pop(key).slot)
+            for key in lasting:
+                self._slots.append(self._lasting.pop(key).slot)
 
     def _let_stand(self, early: _Early, chunk: Chunk) -> Ends:
         """The step does what was done already: forward may have the copy."""
@@ -235,9 +235,9 @@ class DeviceUpdate:
             usable = self._kernel.record_event()
             self._times[1].record(self._kernel)
         usable = self._send_copies(chunk, copies, usable)
-        stays = chunk.key in self._resident or len(self._resident) < self._most_resident
+        stays = chunk.key in self._lasting or len(self._lasting) < self._most_lasting
         if stays and chunk.copy is not None:  # else forward computes with what the host has
-            self._resident[chunk.key] = _Resident(chunk, slot, usable)
+            self._lasting[chunk.key] = _Lasting(chunk, slot, usable)
             return Ends(Done(usable), Done(usable))
         complete = slot.free = IsDown(self._sender.submit(self._send_down, chunk, slot, usable))
         self._slots.append(slot)
@@ -286,8 +286,8 @@ class DeviceUpdate:
 
     def _slot_of(self, chunk: Chunk) -> Slot | None:
         """Where its states are on the device."""
-        resident = self._resident.get(chunk.key)
-        return self._staged.pop(chunk.key, None) if resident is None else resident.slot
+        lasting = self._lasting.get(chunk.key)
+        return self._staged.pop(chunk.key, None) if lasting is None else lasting.slot
 
     def _take_slot(self) -> Slot:
         slot = self._slots.popleft()

@@ -85,7 +85,7 @@ class Way:
     """Chunks for which the device has room between steps."""
     early: bool = False
     """They are updated under backward; else they wait for the next step."""
-    resident: int = 0
+    lasting: int = 0
     """The first chunks of all, whose states stay on the device."""
 
 
@@ -104,7 +104,7 @@ class AwayUpdates:
         trained = [slab for slab in slabs if slab.requires_grad and slab.is_away]
         self._streaming = [slab for slab in trained if slab.tier is Tier.HOST and _can_stream(slab)]
         if way.device_share > 0 and self._streaming:
-            self._through = DeviceUpdate(device, up, ahead=way.ahead, resident=way.resident)
+            self._through = DeviceUpdate(device, up, ahead=way.ahead, lasting=way.lasting)
             self._device_worker = HostWorker(1, None)
             if way.early:
                 self._early = EarlyUpdates(self._through, self._device_worker, self._streaming, way.ahead)
@@ -115,7 +115,7 @@ class AwayUpdates:
         self._last: list[Job | PoolJob] = []
         self._timing = Timing(way.device_share if self._through is not None else 0.0)
         self._keeps_gradients = way.keeps_gradients
-        self._special = [*([] if self._early is None else self._early.slabs), *self._first_slabs(way.resident)]
+        self._special = [*([] if self._early is None else self._early.slabs), *self._first_slabs(way.lasting)]
         self._dealt_for: float | None = None  # the share by which parameters stream now
         self._ran_with: float | None = None  # that of the last update
         self._deal()
@@ -221,7 +221,7 @@ class AwayUpdates:
         if self._early is not None:
             self._early.take_back()
         self.finish_last()
-        if self._through is not None and self.way.resident:
+        if self._through is not None and self.way.lasting:
             self._device_worker.submit(self._through.bring_down).wait()
 
     def finish_last(self) -> None:
