@@ -125,8 +125,8 @@ def _refusal(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_
     if offload.optimizer == AUTO:
         have = budget.host if budget.one_memory else max(0, budget.device - extra_device - reserve) + budget.host
         said = (
-            f"the states need {_exact_gib(used.device + used.host + used.disk)} GiB, and device, host and disk "
-            f"together have {_exact_gib(have + (budget.disk or 0))} GiB for them"
+            f"the states need {_size(used.device + used.host + used.disk)}, and device, host and disk "
+            f"together have {_size(have + (budget.disk or 0))} for them"
         )
     else:
         said = " and ".join(_overdrawn(used, offload, budget, extra_device + reserve)) or "no placement was found"
@@ -143,7 +143,7 @@ def _overdrawn(used: Bytes, offload: Offload, budget: Budget, taken_on_device: i
         (f"the disk of {offload.path}", used.disk, budget.disk or 0),
     ):
         if need > have:
-            yield f"needs {_exact_gib(need)} GiB of {name}, where {_exact_gib(have)} GiB may be used"
+            yield f"needs {_size(need)} of {name}, where {_size(have)} may be used"
 
 
 def _fitting(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_device: int) -> Iterator[str]:
@@ -162,9 +162,9 @@ def _fitting(units: Sequence[UnitSize], offload: Offload, budget: Budget, extra_
         other = replace(read_offload(wish), reserve=offload.reserve)
         plan = try_place(units, other, replace(budget, disk=disk), extra_device=extra_device)
         if plan is not None:
-            extent = f"{_exact_gib(plan.used(Tier.DEVICE) + extra_device)} GiB on the device"
-            extent += f", {_exact_gib(plan.used(Tier.HOST))} on the host"
-            extent += f", {_exact_gib(plan.used(Tier.NVME))} on disk" if "path" in wish else ""
+            extent = f"{_size(plan.used(Tier.DEVICE) + extra_device)} on the device"
+            extent += f", {_size(plan.used(Tier.HOST))} on the host"
+            extent += f", {_size(plan.used(Tier.NVME))} on disk" if "path" in wish else ""
             yield f"offload={wish} with {extent}"
 
 
@@ -172,10 +172,11 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.1f}"
 
 
-def _exact_gib(nbytes: int) -> str:
+def _size(nbytes: int) -> str:
     """For numbers that are compared with each other, however small.
 
-    >>> _exact_gib(3 * GIB), _exact_gib(3 * 2**20)
-    ('3.0', '0.0029')
+    >>> _size(3 * GIB), _size(3 * 2**20), _size(3000)
+    ('3.0 GiB', '3.0 MiB', '2.9 KiB')
     """
-    return f"{nbytes / GIB:.2g}" if 0 < nbytes < GIB // 10 else _gib(nbytes)
+    unit, name = next((pair for pair in ((GIB, "GiB"), (2**20, "MiB")) if nbytes >= pair[0] / 10), (2**10, "KiB"))
+    return f"{nbytes / unit:.1f} {name}"
