@@ -61,25 +61,31 @@ def test_too_much_is_exchanged_for_one_segment_up_to_the_peak() -> None:
     assert reserve.given_back == 0
     cache.reserved += 1
     reserve.end()
-    assert cache.calls[-4:] == ["give back", "books", "take 600", "books"]
+    assert cache.calls[-4:] == ["books", "give back", "books", "take 600"]
     assert cache.reserved == cache.most_allocated
     reserve.end()
     reserve.begin(0)  # of that segment, all that came so far can be cut
     assert reserve.given_back == 1
 
 
-def test_what_is_in_use_is_not_asked_for_again_and_again() -> None:
-    cache = Fake(
-        reserved=1200 * MIB, in_use=1100 * MIB
-    )  # more than was ever allocated, in segments with little in each
+def test_a_model_that_needs_more_in_every_step_is_left_alone() -> None:
+    """Its tensors leave gaps in one segment, too: to give back the cache each time would help nothing."""
+    cache, reached = Fake(), 1100 * MIB
     reserve = Reserve(cache)
     for _ in range(5):
+        cache.reserved = reached
         reserve.end()
-    assert (reserve.given_back, cache.reserved) == (1, 1100 * MIB)
-    assert not any(call.startswith("take") for call in cache.calls)
-    cache.reserved = 1120 * MIB
+    assert (reserve.given_back, cache.reserved) == (1, reached)
+    cache.reserved = int(1.02 * reached)
     reserve.end()
-    assert reserve.given_back == 2
+    assert (reserve.given_back, cache.reserved) == (2, cache.most_allocated)
+
+
+def test_segments_in_use_are_left_and_nothing_is_taken_beside_them() -> None:
+    cache = Fake(reserved=1200 * MIB, in_use=1100 * MIB)  # more than was ever allocated: little is used of each
+    Reserve(cache).end()
+    assert cache.reserved == 1100 * MIB
+    assert not any(call.startswith("take") for call in cache.calls)
 
 
 def test_a_peak_that_the_user_sets_back_is_remembered() -> None:

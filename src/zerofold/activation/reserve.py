@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-OVER = 1.03
-"""Of the most that was allocated at once: what may be reserved. Lower, and the cache is given back ever again."""
+OVER = 1.06
+"""Of the most that was allocated at once: what may be reserved."""
 _ANEW = 1.01
-"""What stays after the cache was given back is in use: only when so much more is reserved is it tried again."""
+"""Of what was reserved when the cache was exchanged: a model that needs so much again is left alone."""
 _SEGMENT = 2 * 2**20  # bytes: CUDA's allocator takes multiples of it
 _LEAST = 32 * 2**20
 
@@ -63,8 +63,8 @@ class Reserve:
 
     When a step begins with a longer tensor than any since the last time, what is held for shorter ones is of little
     use to it. And when a backward is through, and more is reserved than `OVER` of what was ever allocated at once, the
-    cache is exchanged for one segment that fills the reserve up to just that. Of n shapes in a random order both
-    together happen some ln(n) times.
+    cache is exchanged for one segment that fills the reserve up to just that. The first happens some ln(n) times with n
+    shapes in a random order; the second each time only if there is 1% more than the last time.
 
     >>> class Fake:
     ...     reserved, most_allocated = 100 << 20, 200 << 20
@@ -84,7 +84,7 @@ class Reserve:
         self._cache = cache
         self._longest = self._longest_since = 0
         self._most = 0  # allocated; the user may set the allocator's own peak back
-        self._after = 0  # reserved, after the last exchange
+        self._found = 0  # reserved, before the last exchange
         self.given_back = 0
         """How often."""
 
@@ -99,14 +99,13 @@ class Reserve:
         """Its backward is through: nothing is in use but what stays."""
         reserved, most = self._cache.books()
         self._most = max(self._most, most)
-        if reserved <= max(OVER * self._most, _ANEW * self._after):
+        if reserved <= max(OVER * self._most, _ANEW * self._found):
             return
+        self._found = reserved
         self._give_back()
-        left = self._cache.books().reserved
-        room = (self._most - left) // _SEGMENT * _SEGMENT
+        room = (self._most - self._cache.books().reserved) // _SEGMENT * _SEGMENT
         if room >= _LEAST:
             self._cache.take(room)
-        self._after = self._cache.books().reserved
         self._longest_since = self._longest  # of that segment every step so far is cut
 
     def _give_back(self) -> None:
