@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zerofold as zf
+from zerofold.activation.reserve import CudaCache, Reserve
 from zerofold.bench.gpt import GPT, Block, GPTSize, RandomTokens
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.usefixtures("alone")]
@@ -230,3 +231,21 @@ def test_fragmentation_is_shown_and_contiguous_checkpoints_lower_it() -> None:
     plain, contiguous = ratio({}), ratio({"contiguous": True})
     print(f"reserved over allocated: {plain:.3f} without, {contiguous:.3f} with")
     assert contiguous <= 1.05 * plain
+
+
+def test_the_cache_becomes_one_segment_up_to_the_peak_which_stays() -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    cache = CudaCache(torch.device("cuda", torch.cuda.current_device()))
+    start = cache.books().reserved
+    for nbytes in (64 << 20, 96 << 20, 128 << 20):  # each too large for what the one before left
+        torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    reserved, most = cache.books()
+    assert (reserved, most) == (torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated())
+    assert reserved - start >= 288 << 20
+    reserve = Reserve(cache)
+    reserve.end()
+    assert reserve.given_back == 1
+    found = cache.books()
+    assert found.most_allocated == most
+    assert max(start, most - (4 << 20)) <= found.reserved <= max(start, most)

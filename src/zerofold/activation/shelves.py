@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerofold.activation.reserve import CudaCache, Reserve
 from zerofold.activation.slots import Slot, Slots
 from zerofold.memory import Done, Transfers
 from zerofold.memory.arena import HostArena
 from zerofold.memory.disk import PAGE, DiskError, DiskStore, Extent, Request
 from zerofold.placement import Tier
+from zerofold.schedule import in_backward
 
 _ALIGN = 512  # bytes: as CUDA's allocator starts its blocks, so that kernels choose the same code
 _LEAST_FILE = 64 * 2**20
@@ -76,32 +78,50 @@ class DeviceShelf:
     """One contiguous block for all of a step. What is taken from it are views.
 
     When a step begins with a longer tensor than any before, the block is made anew, as much larger, before it is too
-    small; and CUDA's allocator gives back what it holds for the shorter ones, which is of no use for longer ones. Of n
-    shapes in a random order that happens some ln(n) times.
+    small. What CUDA's allocator holds around it is kept small (`Reserve`).
     """
 
     frees_device = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._longest = device, 0
+    def __init__(self, device: torch.device, reserve: Reserve | None = None) -> None:
+        """`reserve`: by default of CUDA's allocator; other devices have none."""
+        self._longest = 0
+        self.reserve = reserve or (Reserve(CudaCache(device)) if device.type == "cuda" else None)
+        self._awaits_end = False  # of the backward under way
         self._slots = Slots(
             lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device), align=_ALIGN, merges=True
         )
 
     def put(self, tensor: Tensor) -> Item:
         item = Item(Layout.of(tensor))
-        if not self._slots.taken_nbytes and (item.layout.nbytes > self._longest or self._slots.blocks > 1):
-            self._begin_anew(item.layout.nbytes)
+        if not self._slots.taken_nbytes:
+            self._begin(item.layout.nbytes)
         item.slot, item.done = self._slots.take(item.layout.nbytes), Done()
         item.layout.over(item.slot.memory).copy_(tensor)
         return item
 
-    def _begin_anew(self, first: int) -> None:
-        growth = max(1.0, first / self._longest) if self._longest else 1.0
-        self._longest = max(self._longest, first)
-        self._slots.expect(math.ceil(self._slots.peak_nbytes * growth))
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+    def _begin(self, first: int) -> None:
+        """A step, with a tensor of so many bytes."""
+        self._awaits_end = False  # an exception may have kept the last one from its end
+        is_new = first > self._longest or self._slots.blocks > 1
+        if is_new:
+            growth = max(1.0, first / self._longest) if self._longest else 1.0
+            self._longest = max(self._longest, first)
+            self._slots.expect(math.ceil(self._slots.peak_nbytes * growth))
+        if self.reserve is not None:
+            self.reserve.begin(first, is_new=is_new)
+
+    def _await_end(self) -> None:
+        """Backward wants what is kept. When it is through, its tensors are gone, and segments can be given back."""
+        if self.reserve is not None and not self._awaits_end and in_backward():
+            self._awaits_end = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        assert self.reserve is not None
+        if self._awaits_end:
+            self._awaits_end = False
+            self.reserve.end()
 
     def settle(self, item: Item) -> None:
         """Its tensor on the device is about to go."""
@@ -111,11 +131,13 @@ class DeviceShelf:
 
     def get(self, item: Item) -> Arrived:
         assert item.slot is not None
+        self._await_end()
         return Arrived(item.layout.over(item.slot.memory), Done())
 
     def fill(self, item: Item, target: Tensor, then: Callable[[], Ends]) -> Ends:
         """Copies it to where the caller wants it; `then` is behind the copy, in the same stream."""
         assert item.slot is not None
+        self._await_end()
         target.copy_(item.layout.over(item.slot.memory))
         return then()
 

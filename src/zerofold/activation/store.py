@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from zerofold.activation.partition import Partition, Whole
-from zerofold.activation.shelves import Ends, Item, Shelf, make_shelf
+from zerofold.activation.shelves import DeviceShelf, Ends, Item, Shelf, make_shelf
 from zerofold.memory import Done
 from zerofold.parallel.mesh import Mesh
 from zerofold.placement import Tier
@@ -280,6 +280,12 @@ class CheckpointStore:
     def arena_nbytes(self) -> int:
         """Of the block on the device, used or not."""
         return 0 if self._shelf is None else self._shelf.arena_nbytes
+
+    @property
+    def given_back(self) -> int:
+        """How often CUDA's allocator has given back what it held, so that no more is reserved than is needed."""
+        reserve = self._shelf.reserve if isinstance(self._shelf, DeviceShelf) else None
+        return 0 if reserve is None else reserve.given_back
 
     @property
     def _device_nbytes(self) -> int:

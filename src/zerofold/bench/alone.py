@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -29,11 +30,29 @@ class _Raised:
     reason: str
 
 
-def run_alone(function: str, *arguments: object, timeout: float, environment: Mapping[str, str] | None = None) -> Any:
+@dataclass(frozen=True)
+class _Late:
+    """There was no answer in time."""
+
+
+@dataclass(frozen=True)
+class _Told:
+    news: object
+
+
+def run_alone(
+    function: str,
+    *arguments: object,
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+    hear: Callable[[Any], None] | None = None,
+) -> Any:
     """What the function returns, named as "module:function".
 
-    After `timeout` seconds, or when this process is interrupted, it is killed with all processes that it started.
+    After `timeout` seconds, or when this process is interrupted, it is killed with all processes that it started. With
+    `hear`, the function is given `tell=` as well, and what it calls that with comes here while it runs.
     """
+    deadline = time.monotonic() + timeout
     ours, theirs = Pipe()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -48,10 +67,10 @@ def run_alone(function: str, *arguments: object, timeout: float, environment: Ma
         )
         theirs.close()  # or its death would not close the pipe
         try:
-            ours.send((function, arguments))
-            if not ours.poll(timeout):
+            ours.send((function, arguments, hear is not None))
+            answer = _answer(ours, deadline, hear)
+            if isinstance(answer, _Late):
                 raise AloneError(f"not done after {timeout:.0f} s, so it was killed{_last_line(log)}")
-            answer = ours.recv()
         except (EOFError, ConnectionResetError, BrokenPipeError):
             raise AloneError(_explain_end(process.wait(), log)) from None
         finally:
@@ -61,6 +80,17 @@ def run_alone(function: str, *arguments: object, timeout: float, environment: Ma
     if isinstance(answer, _Raised):
         raise AloneError(answer.reason)
     return answer
+
+
+def _answer(connection: Connection, deadline: float, hear: Callable[[Any], None] | None) -> Any:
+    """What the function returned or raised; what it told before is passed on."""
+    while connection.poll(max(0.0, deadline - time.monotonic())):
+        answer = connection.recv()
+        if not isinstance(answer, _Told):
+            return answer
+        if hear is not None:
+            hear(answer.news)
+    return _Late()
 
 
 def _kill_session(session: int) -> None:
@@ -90,10 +120,11 @@ def _last_line(log: IO[bytes]) -> str:
 
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
-    path, arguments = connection.recv()
+    path, arguments, is_heard = connection.recv()
     module, _, name = path.partition(":")
+    options = {"tell": lambda news: connection.send(_Told(news))} if is_heard else {}
     try:
-        connection.send(getattr(importlib.import_module(module), name)(*arguments))
+        connection.send(getattr(importlib.import_module(module), name)(*arguments, **options))
     except Exception as error:
         first_line = (str(error).strip().splitlines() or ["no message"])[0]
         connection.send(_Raised(f"{type(error).__name__}: {first_line}"))

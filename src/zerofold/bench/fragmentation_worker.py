@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -60,6 +61,19 @@ class Outcome:
     fragmentation: float | None
     """The first over the second, as the ledger shows it."""
     loss: float
+    given_back: int
+    """How often the allocator's cache was, which costs a wait for the device each time."""
+    seconds_per_step: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """In the middle of a run, as far as the host has come."""
+
+    step: int
+    seconds: float
+    peak_reserved: int | None
+    peak_allocated: int | None
 
 
 def lengths_of(task: FragmentationTask) -> list[int]:
@@ -71,7 +85,8 @@ def lengths_of(task: FragmentationTask) -> list[int]:
     return lengths
 
 
-def measure(task: FragmentationTask) -> Outcome:
+def measure(task: FragmentationTask, *, tell: Callable[[Progress], None]) -> Outcome:
+    """`tell` is called after every step."""
     device = open_device(task.device, None)
     way = WAYS[task.way]
     torch.manual_seed(0)
@@ -92,8 +107,10 @@ def measure(task: FragmentationTask) -> Outcome:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
     generator = torch.Generator().manual_seed(1)
     loss = torch.zeros(())
+    start = time.perf_counter()
     for index, length in enumerate(lengths_of(task), start=1):
         tokens = torch.randint(0, task.size.vocab, (task.batch, length + 1), generator=generator).to(device)
         loss = model(tokens[:, :-1], tokens[:, 1:])
@@ -101,11 +118,27 @@ def measure(task: FragmentationTask) -> Outcome:
         if index % task.accumulate == 0:
             optimizer.step()
             optimizer.zero_grad()
+            tell(_progress(index // task.accumulate, time.perf_counter() - start, device))
+    last = loss.item()  # which waits for the device
+    seconds = time.perf_counter() - start
     found = zf.ledger(model).snapshot().get("device_memory", {})
+    given_back = 0 if checkpointing.store is None else checkpointing.store.given_back
     checkpointing.remove()
     return Outcome(
         peak_reserved=found.get("peak_reserved"),
         peak_allocated=found.get("peak_allocated"),
         fragmentation=found.get("fragmentation"),
-        loss=loss.item(),
+        loss=last,
+        given_back=given_back,
+        seconds_per_step=seconds / task.steps,
+    )
+
+
+def _progress(step: int, seconds: float, device: torch.device) -> Progress:
+    on_cuda = device.type == "cuda"
+    return Progress(
+        step=step,
+        seconds=seconds,
+        peak_reserved=torch.cuda.max_memory_reserved(device) if on_cuda else None,
+        peak_allocated=torch.cuda.max_memory_allocated(device) if on_cuda else None,
     )
