@@ -143,7 +143,7 @@ def test_losses_are_those_of_one_process(ranks: Any, name: str, stage: int) -> N
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["tests", "train", "bench", "llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("name", ["tests", "train", "bench", "llama", "gpt2", "qwen3", "t5", "mixtral"])
 @pytest.mark.parametrize(
     "wishes",
     [{"sequence_parallel": True}, {"loss_parallel": True}, {"sequence_parallel": True, "loss_parallel": True}],

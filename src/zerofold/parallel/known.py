@@ -13,15 +13,16 @@ from torch import nn
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from zerofold.parallel.sequence import Plan, join, sequence_plan
 from zerofold.parallel.styles import (
     COLUMNS,
     SEQUENCE,
     WHOLE,
+    CountedOnce,
     CutLayer,
-    CutSequence,
     Experts,
-    GatheredSequence,
     LocalCounts,
+    RoutedTokens,
     Several,
     SharedInput,
     SummedGradients,
@@ -29,20 +30,10 @@ from zerofold.parallel.styles import (
 )
 from zerofold.parallel.vocabulary import CutHead
 
-Plan = dict[str, ParallelStyle]
-
 FUSED = (("query_key_value", "attention_out"), ("qkv", "project"))
 """Linear layers of query, key and value as one, and what follows attention."""
 GATED = ((("gate_proj", "up_proj"), "down_proj"), (("wi_0", "wi_1"), "wo"))
 PLAIN = (("wi", "wo"), ("mlp_in", "mlp_out"), ("up", "down"), ("c_fc", "c_proj"))
-NORMS = (
-    ("input_layernorm", "post_attention_layernorm"),
-    ("attention_norm", "mlp_norm"),
-    ("ln_1", "ln_2"),
-    ("norm1", "norm2"),
-)
-"""Of a block, before attention and before its MLP."""
-FINAL_NORMS = ("norm", "ln_f")
 HEADS = ("lm_head", "head")
 _BETWEEN = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Dropout, nn.Identity)
 """Between two linear layers: what works on each element by itself."""
@@ -69,7 +60,7 @@ def plan_for(model: nn.Module, wish: Wish) -> Plan:
     """
     plan: Plan = {}
     for name, module in model.named_modules():
-        for style in (_separate_attention, _t5_attention, _fused_attention, _conv_attention, _mlp, _experts, _sequence):
+        for style in _STYLES:
             plan.update({join(name, inner): found for inner, found in style(name, module, wish).items()})
     if not plan:
         raise ValueError(
@@ -78,13 +69,9 @@ def plan_for(model: nn.Module, wish: Wish) -> Plan:
             "RowwiseParallel()}"
         )
     if wish.sequence_parallel:
-        plan.update(_between_blocks(model, plan))
+        plan.update(sequence_plan(model, plan))
     plan.update(_vocabulary(model, wish))
     return plan
-
-
-def join(name: str, inner: str) -> str:
-    return f"{name}.{inner}".strip(".")
 
 
 def _linears(module: nn.Module, *names: str) -> list[nn.Linear] | None:
@@ -205,57 +192,32 @@ def _sequential(name: str, module: nn.Sequential, wish: Wish) -> Plan:
 
 def _experts(name: str, module: nn.Module, wish: Wish) -> Plan:
     """Mixtral's, and those of others that store all experts in two parameters."""
-    up, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
-    if up is None or down is None or up.dim() != 3 or down.dim() != 3 or len(module._parameters) != 2:
-        return {}
-    if up.shape[1:] != (2 * down.shape[2], down.shape[1]) or getattr(module, "is_transposed", False):
+    down = module._parameters.get("down_proj")
+    if down is None or not _are_experts(module):
         return {}
     check_divides(down.shape[2], "columns in every expert", name, wish.ranks)
     counts = [LocalCounts("intermediate_dim")] if hasattr(module, "intermediate_dim") else []
-    return {"": Several(Experts("gate_up_proj", "down_proj"), *counts)}
+    return {"": Several(Experts("gate_up_proj", "down_proj", keeps_summands=wish.sequence_parallel), *counts)}
 
 
-def _sequence(name: str, module: nn.Module, wish: Wish) -> Plan:
-    """The norms of a block, on a part of the sequence."""
-    pair = next((pair for pair in NORMS if all(norm in module._modules for norm in pair)), None)
-    if not wish.sequence_parallel or pair is None:
+def _are_experts(module: nn.Module) -> bool:
+    up, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
+    if up is None or down is None or up.dim() != 3 or down.dim() != 3 or len(module._parameters) != 2:
+        return False
+    return up.shape[1:] == (2 * down.shape[2], down.shape[1]) and not getattr(module, "is_transposed", False)
+
+
+def _routed(name: str, module: nn.Module, wish: Wish) -> Plan:
+    """A router and its experts, which need whole tokens."""
+    experts, router = module._modules.get("experts"), module._modules.get("gate")
+    if not wish.sequence_parallel or experts is None or router is None or not _are_experts(experts):
         return {}
-    return {norm: Several(SummedGradients(), GatheredSequence(as_dtensor=True)) for norm in pair}
-
-
-def _between_blocks(model: nn.Module, plan: Plan) -> Plan:
-    """Where the sequence is cut and where it is put together again: the first block, the norm after the last."""
-    found: Plan = {}
-    for name, module in model.named_modules():
-        for inner, blocks in module.named_children():
-            if isinstance(blocks, nn.ModuleList) and any(_has_norms(block) for block in blocks):
-                path = join(name, inner)
-                for number, block in enumerate(blocks):
-                    _check_block(f"{path}.{number}", block, plan)
-                norm = next((norm for norm in FINAL_NORMS if norm in module._modules), None)
-                if norm is None:
-                    raise ValueError(f"sequence_parallel: '{name or 'the model'}' has no norm after its blocks: {_FIX}")
-                found[f"{path}.0"] = CutSequence()
-                found[join(name, norm)] = Several(SummedGradients(), GatheredSequence(as_dtensor=False))
-    if not found:
-        raise ValueError(f"sequence_parallel: no block of this {type(model).__name__} is known: {_FIX}")
-    return found
-
-
-_FIX = "it is for blocks like those of GPT and Llama; leave it out, or give plan= with torch's SequenceParallel"
-
-
-def _has_norms(block: nn.Module) -> bool:
-    return any(all(norm in block._modules for norm in pair) for pair in NORMS)
-
-
-def _check_block(name: str, block: nn.Module, plan: Plan) -> None:
-    """All that has parameters is cut or one of the two norms; anything else would see a part and take it for all."""
-    for inner, module in block.named_modules():
-        style = plan.get(join(name, inner))
-        is_covered = style is not None and not isinstance(style, (SharedInput, LocalCounts))
-        if isinstance(getattr(style, "styles", (style,))[0], Experts) or (module._parameters and not is_covered):
-            raise ValueError(f"sequence_parallel: '{join(name, inner)}' is not known to work on a part: {_FIX}")
+    shape = (experts.down_proj.shape[0], experts.down_proj.shape[1])  # type: ignore[union-attr]
+    if {n: tuple(p.shape) for n, p in module.named_parameters() if n.split(".")[0] != "experts"} != {
+        "gate.weight": shape
+    }:
+        return {}  # what else has parameters would give no summand, or the gradient of its input on every rank
+    return {"": RoutedTokens(), "gate": CountedOnce()}
 
 
 def _vocabulary(model: nn.Module, wish: Wish) -> Plan:
@@ -291,3 +253,6 @@ def _heads(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in HEADS and isinstance(module, nn.Linear):
             yield name, module
+
+
+_STYLES = (_separate_attention, _t5_attention, _fused_attention, _conv_attention, _mlp, _experts, _routed)

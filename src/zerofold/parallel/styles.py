@@ -8,9 +8,10 @@ sequence_parallel, a part of the sequence (between the blocks' layers):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -35,6 +36,17 @@ def enter(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 def leave(tensor: Tensor, mesh: DeviceMesh, layout: Placement = WHOLE) -> Tensor:
     """Each rank's summand becomes the sum."""
     return placed(tensor, mesh, Partial()).redistribute(placements=[layout]).to_local()
+
+
+_TOKENS = "hidden_states"
+"""What blocks and layers of Hugging Face call their first argument."""
+
+
+def _with_tokens(change: Callable[[Tensor], Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a call, the first of them changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, _TOKENS: change(kwargs[_TOKENS])}
 
 
 class Several(ParallelStyle):
@@ -104,26 +116,83 @@ class Experts(ParallelStyle):
     multiply each rank's summand, so their gradients are sums over ranks too.
     """
 
-    def __init__(self, columns: str, rows: str) -> None:
-        self.columns, self.rows = columns, rows
+    def __init__(self, columns: str, rows: str, *, keeps_summands: bool = False) -> None:
+        """`keeps_summands`: sums over ranks, of the output and of the tokens' gradient, are left to `RoutedTokens`."""
+        self.columns, self.rows, self.keeps_summands = columns, rows, keeps_summands
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         cut(getattr(module, self.columns), device_mesh, 1, blocks=2)  # gate and up
         cut(getattr(module, self.rows), device_mesh, 2)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            def taken(value: Any) -> Any:
+            def taken(key: int | str, value: Any) -> Any:
                 is_differentiable = isinstance(value, Tensor) and value.is_floating_point()
-                return enter(value, device_mesh) if is_differentiable else value
+                is_entered = self.keeps_summands and key in (0, _TOKENS)
+                return enter(value, device_mesh) if is_differentiable and not is_entered else value
 
-            return tuple(taken(value) for value in args), {name: taken(value) for name, value in kwargs.items()}
+            entered = tuple(taken(number, value) for number, value in enumerate(args))
+            return entered, {name: taken(name, value) for name, value in kwargs.items()}
 
         def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            return leave(output, device_mesh)
+            return placed(output, device_mesh, Partial()) if self.keeps_summands else leave(output, device_mesh)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         return module
+
+
+class RoutedTokens(ParallelStyle):
+    """Around a router and its experts, which need whole tokens, where the stream is a part of the sequence.
+
+                       ┌─► router, alike on all ranks ─► weights ─┐
+        whole tokens ──┴─────────────────────────────────────► experts ──► summands ──► sum, a part of the sequence
+
+    The gradient of the tokens is a sum over ranks, made and cut at once. Summands travel as a DTensor: whoever mixes
+    them with a tensor that is no summand is told so by torch.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return _with_tokens(lambda tokens: enter(tokens, device_mesh), args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Tensor:
+            if not isinstance(output, DTensor):
+                raise TypeError(
+                    f"sequence_parallel: {type(module).__name__} gives {type(output).__name__}, and not the sum of its "
+                    "experts: leave sequence_parallel out"
+                )
+            return output.redistribute(placements=[SEQUENCE]).to_local()
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+        return module
+
+
+class CountedOnce(ParallelStyle):
+    """A module that all ranks compute alike, inside one whose input has a gradient summed over ranks: it counts on the
+    first."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        is_first = device_mesh.get_local_rank() == 0
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return _with_tokens(lambda tokens: _GradientIf.apply(tokens, is_first), args, kwargs)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        return module
+
+
+class _GradientIf(torch.autograd.Function):
+    """The same numbers, with their gradient or with zeros in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, counts: bool) -> Tensor:
+        ctx.counts = counts
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient if ctx.counts else torch.zeros_like(gradient), None
 
 
 class VocabularyRows(ParallelStyle):
@@ -196,9 +265,7 @@ class CutSequence(ParallelStyle):
             return placed(stream, device_mesh, WHOLE).redistribute(placements=[SEQUENCE]).to_local()
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            if args:
-                return (cut_of(args[0]), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": cut_of(kwargs["hidden_states"])}
+            return _with_tokens(cut_of, args, kwargs)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         return module
