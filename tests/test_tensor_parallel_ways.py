@@ -280,10 +280,6 @@ def on_the_first_rank_alone() -> nn.Module:
     return unknown() if dist.get_rank() == 0 else zoo.llama()
 
 
-def t5() -> nn.Module:
-    return zoo.t5()
-
-
 def odd_words() -> nn.Module:
     model = models.TinyGPT(width=24)
     model.tokens, model.head = nn.Embedding(97, 24), nn.Linear(24, 97, bias=False)
@@ -322,13 +318,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (spread_once, (odd_mlp,), {}, "'0' has 7 columns between two layers, which do not divide by 2: choose tensor=1"),
     (spread_once, (unknown,), {}, "no layer of this Conv2d is known, so none can be cut: give plan="),
     (spread_once, (on_the_first_rank_alone,), {}, "no layer of this Conv2d is known"),
-    (spread_once, (t5,), {"sequence_parallel": True}, "sequence_parallel: no block of this T5ForConditionalGeneration"),
-    (
-        spread_once,
-        (zoo.mixtral,),
-        {"sequence_parallel": True},
-        "'model.layers.0.mlp.gate' is not known to work",
-    ),
+    (spread_once, (MODELS["mlp"][0],), {"sequence_parallel": True}, "sequence_parallel: no block of this MLP is known"),
     (spread_once, (odd_words,), {"loss_parallel": True}, "'head' has 97 words, which do not divide by 2"),
     (spread_once, (odd_mlp, {"0": "columns"}), {}, "plan must be a dict {module name: torch ParallelStyle}"),
     (twice, (), {}, "spread over a tensor axis already"),

@@ -208,16 +208,13 @@ def _are_experts(module: nn.Module) -> bool:
 
 
 def _routed(name: str, module: nn.Module, wish: Wish) -> Plan:
-    """A router and its experts, which need whole tokens."""
-    experts, router = module._modules.get("experts"), module._modules.get("gate")
-    if not wish.sequence_parallel or experts is None or router is None or not _are_experts(experts):
+    """A router and its experts, which need whole tokens where the stream is a part of the sequence."""
+    experts = module._modules.get("experts")
+    if not wish.sequence_parallel or experts is None or not _are_experts(experts):
         return {}
-    shape = (experts.down_proj.shape[0], experts.down_proj.shape[1])  # type: ignore[union-attr]
-    if {n: tuple(p.shape) for n, p in module.named_parameters() if n.split(".")[0] != "experts"} != {
-        "gate.weight": shape
-    }:
-        return {}  # what else has parameters would give no summand, or the gradient of its input on every rank
-    return {"": RoutedTokens(), "gate": CountedOnce()}
+    # What else has parameters would give no summand, or the gradient of its input on every rank.
+    others = {path: p.dim() for path, p in module.named_parameters() if not path.startswith("experts.")}
+    return {"": RoutedTokens(), "gate": CountedOnce()} if others == {"gate.weight": 2} else {}
 
 
 def _vocabulary(model: nn.Module, wish: Wish) -> Plan:

@@ -10,9 +10,11 @@ A model may have several rows of blocks: T5's decoder reads what the encoder's g
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from zerofold.parallel.styles import (
+    SEQUENCE,
+    CutLayer,
     CutSequence,
     Experts,
     GatheredSequence,
@@ -52,6 +54,7 @@ def sequence_plan(model: nn.Module, layers: Plan) -> Plan:
     on it.
     """
     found: Plan = {}
+    rows: list[str] = []  # of blocks
     for name, module in model.named_modules():
         for inner, blocks in module.named_children():
             if not isinstance(blocks, nn.ModuleList) or not any(_norms_of(block) for block in blocks):
@@ -66,9 +69,20 @@ def sequence_plan(model: nn.Module, layers: Plan) -> Plan:
                 raise ValueError(f"sequence_parallel: '{name or 'the model'}' has no norm after its blocks: {_FIX}")
             found[f"{path}.0"] = CutSequence()
             found[join(name, final)] = Several(SummedGradients(), GatheredSequence(as_dtensor=False))
+            rows.append(f"{path}.")
     if not found:
         raise ValueError(f"sequence_parallel: no block of this {type(model).__name__} is known: {_FIX}")
+    outside = next((path for path, style in layers.items() if _cuts(style) and not path.startswith(tuple(rows))), None)
+    if outside is not None:
+        raise ValueError(f"sequence_parallel: '{outside}' is outside of the known blocks, and would get all: {_FIX}")
     return found
+
+
+def _cuts(style: ParallelStyle) -> bool:
+    """Whether a layer gives a part of the sequence, which the block around it expects."""
+    if isinstance(style, RowwiseParallel):
+        return SEQUENCE in style.output_layouts
+    return isinstance(style, RoutedTokens) or (isinstance(style, CutLayer) and style.gives == SEQUENCE)
 
 
 def _norms_of(block: nn.Module) -> tuple[str, ...]:

@@ -153,7 +153,13 @@ class RoutedTokens(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            return _with_tokens(lambda tokens: enter(tokens, device_mesh), args, kwargs)
+            # Jitter multiplies the tokens in place, which torch refuses for a view made by a function of its own.
+            is_changed = module.training and getattr(module, "jitter_noise", 0) > 0
+
+            def entered(tokens: Tensor) -> Tensor:
+                return enter(tokens, device_mesh).clone() if is_changed else enter(tokens, device_mesh)
+
+            return _with_tokens(entered, args, kwargs)
 
         def after(module: nn.Module, args: Any, output: Any) -> Tensor:
             if not isinstance(output, DTensor):

@@ -41,7 +41,7 @@ def tensor_parallel(
                        like those of GPT, GPT-2, Llama, T5 and Mixtral are known, and linear layers in a Sequential;
                        what is not known stays whole
     sequence_parallel  norms and dropouts between the layers work on a part of the sequence, which must divide by the
-                       ranks; for blocks like those of GPT and Llama
+                       ranks; for blocks like those of GPT, GPT-2, Llama, T5 and Mixtral
     loss_parallel      logits stay cut over the vocabulary, and F.cross_entropy of them is computed by parts
 
     Parameters stay the same objects, with a part of their values, so an optimizer that was built before stays valid.
