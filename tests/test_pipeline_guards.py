@@ -166,9 +166,9 @@ def test_tied_gradients_add_up_in_reserved_memory(ranks: Any) -> None:
         assert norm == pytest.approx(expected, rel=1e-5)
 
 
-def train_on_parts_of_the_sequence(schedule: str) -> tuple[list[float], list[float]]:
+def train_on_parts_of_the_sequence(schedule: str, kind: str) -> tuple[list[float], list[float]]:
     mesh = zf.mesh(pipeline=2, tensor=2, device="cpu")
-    model = zf.tensor_parallel(make("gpt"), mesh, sequence_parallel=True)
+    model = zf.tensor_parallel(make(kind), mesh, sequence_parallel=True)
     pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn, schedule=schedule)
     pipe, stepper = zf.prepare(pipe, optimizer(pipe.parameters()), stage=1, mesh=mesh, clip=0.5)
     losses = []
@@ -177,12 +177,13 @@ def train_on_parts_of_the_sequence(schedule: str) -> tuple[list[float], list[flo
         stepper.step()
         stepper.zero_grad()
     zf.close(model)
-    return losses, train_alone(make("gpt"), 3, 0.5)[0]
+    return losses, train_alone(make(kind), 3, 0.5)[0]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])  # in zbv one rank has the first stage and the last
-def test_parts_of_the_sequence_pass_from_stage_to_stage(ranks: Any, schedule: str) -> None:
-    for losses, expected in ranks(4, train_on_parts_of_the_sequence, schedule):
+# In zbv one rank has the first stage and the last.
+@pytest.mark.parametrize(("schedule", "kind"), [("1f1b", "gpt"), ("zbv", "gpt"), ("1f1b", "mixtral")])
+def test_parts_of_the_sequence_pass_from_stage_to_stage(ranks: Any, schedule: str, kind: str) -> None:
+    for losses, expected in ranks(4, train_on_parts_of_the_sequence, schedule, kind):
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
