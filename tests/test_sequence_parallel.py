@@ -297,8 +297,29 @@ def gpt_with_a_block_after_its_norm() -> nn.Module:
     return model
 
 
+class SequentialBlock(models.Block):
+    def __init__(self) -> None:
+        super().__init__(24, 2, False)
+        self.mlp = nn.Sequential(nn.Linear(24, 96), nn.GELU(), nn.Linear(96, 24))
+        del self.up, self.down
+
+
+def gpt_of_sequentials() -> nn.Module:
+    model = models.TinyGPT(width=24, layers=2)
+    model.blocks = nn.ModuleList(SequentialBlock() for _ in range(2))
+    return model
+
+
+REFUSED = {
+    "qwen2_moe": qwen2_moe,  # it has a shared expert
+    "switch": zoo.switch,
+    "outside": gpt_with_a_block_after_its_norm,
+    "sequential": gpt_of_sequentials,
+}
+
+
 def refused(name: str) -> None:
-    model = {"qwen2_moe": qwen2_moe, "switch": zoo.switch, "outside": gpt_with_a_block_after_its_norm}[name]()
+    model = REFUSED[name]()
     zf.tensor_parallel(model, zf.mesh(tensor=2, device="cpu"), sequence_parallel=True)
 
 
@@ -315,8 +336,9 @@ FIX = "it is for blocks like those of GPT, Llama, T5 and Mixtral; leave it out, 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("qwen2_moe", "sequence_parallel: 'model.layers.0.mlp.gate' is not known to work on a part"),  # shared expert
+        ("qwen2_moe", "sequence_parallel: 'model.layers.0.mlp.gate' is not known to work on a part"),
         ("switch", "sequence_parallel: 'encoder.block.1.layer.1.mlp.router.classifier' is not known"),
+        ("sequential", "sequence_parallel: 'blocks.0.mlp.2' is not known to work on a part"),
         ("outside", "sequence_parallel: 'last.project' is outside of the known blocks"),
     ],
 )

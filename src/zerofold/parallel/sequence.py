@@ -105,5 +105,7 @@ def _check_block(name: str, block: nn.Module, plan: Plan) -> None:
         is_covered = style is not None and not isinstance(style, (SharedInput, LocalCounts))
         if isinstance(first, Experts):
             is_covered = isinstance(plan.get(path.rpartition(".")[0]), RoutedTokens)
+        if isinstance(style, RowwiseParallel):  # in a Sequential it gives the whole, since it may stand anywhere
+            is_covered = _cuts(style)
         if module._parameters and not is_covered:
             raise ValueError(f"sequence_parallel: '{path}' is not known to work on a part: {_FIX}")
