@@ -109,7 +109,7 @@ def checkpoint_blocks(
     run: Callable[..., Any] = partial(checkpoint, use_reentrant=use_reentrant, policy=policy)
     auto = None
     if keep == AUTO:
-        parts = None if partition is None else Partition.over(partition)
+        parts = None if partition is None else Partition.over(partition, has_files=path is not None)
         found = weakref.ref(model)
         run = auto = Automatic(blocks, every, path=path, budget=budget, model=found, run=run, parts=parts)
     else:

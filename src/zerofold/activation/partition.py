@@ -6,21 +6,28 @@ rebuilt, one block ahead of its use                 | a | b | c | d |         an
 
 The gathers have a process group of their own: they are under way while the model's own collectives run, and neither
 waits for the other's order.
+
+A part in a file may be lost. The rank whose disk fails does not raise there, while the others wait in a collective for
+it: it takes part in the gather with whatever its memory holds, and a byte of each rank beside the gather says how its
+read went. So all of them know before anybody computes with it, and raise together.
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofold.activation.shelves import Arrived, Item, Layout, Shelf
+from zerofold.activation.shelves import Arrived, Ends, Item, Layout, Shelf
 from zerofold.comm import ALONE, Comm, Handle, Traffic
+from zerofold.memory.disk import DiskError
 from zerofold.parallel.mesh import TENSOR, Mesh
 from zerofold.plan.keeping import Choice
 
@@ -39,6 +46,33 @@ class Whole(NamedTuple):
         return self.partition.rebuild(self, shelf, item)
 
 
+class _Told:
+    """A gather, and beside it what each rank says of its own part."""
+
+    def __init__(self, control: Comm, name: str, gathering: Ends, trouble: Exception | None) -> None:
+        self._control, self._name, self._gathering, self._trouble = control, name, gathering, trouble
+        self._has_failed = torch.zeros(control.size, dtype=torch.bool)
+        self._has_failed[control.rank] = trouble is not None
+        self._telling = control.all_gather(self._has_failed, range(control.size + 1), unit=name)
+
+    def wait(self) -> None:
+        self._gathering.wait()
+        self._telling.wait()
+
+    def check(self) -> None:
+        """Raises on all ranks if any of them has failed."""
+        if not self._has_failed.any():
+            return
+        own = None if self._trouble is None else (getattr(self._trouble, "errno", None), str(self._trouble))
+        everyones = self._control.all_gather_objects(own, unit=self._name)
+        failed = {rank: each for rank, each in zip(self._control.global_ranks, everyones, strict=True) if each}
+        rank, (code, why) = next(iter(failed.items()))
+        others = "" if len(failed) == 1 else f" (so with {len(failed) - 1} more of the {len(everyones)} tensor ranks)"
+        raise DiskError(
+            code or errno.EIO, f"rank {rank} has lost its part of the input of {self._name}{others}: {why}"
+        ) from self._trouble
+
+
 class Partition:
     """The ranks over which inputs are cut.
 
@@ -46,32 +80,38 @@ class Partition:
     gathered must not depend on what happens to be in memory still.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, control: Comm) -> None:
+        """`control`: the same ranks. Where parts are in files it must be one that the host can wait for by itself."""
+        self._comm, self._control = comm, control
         self._looked_at: set[str] = set()
         self._has_noted = False
 
     @classmethod
-    def over(cls, where: Mesh | dist.ProcessGroup) -> Partition | None:
+    def over(cls, where: Mesh | dist.ProcessGroup, *, has_files: bool = False) -> Partition | None:
         """Those along the tensor axis of a mesh, or of a group; None where there is one alone, and nothing to cut.
 
-        All ranks of the mesh, or of the group, must call it.
+        All ranks of the mesh, or of the group, must call it. `has_files`: parts may be kept in files.
         """
+        make: Callable[..., dist.ProcessGroup]
         if isinstance(where, Mesh):
             if where.tensor == 1:
                 return None
+            make = partial(_own_of, where.groups(TENSOR))
             backend = dist.get_backend() if dist.get_backend() in ALONE else None
-            made = {tuple(ranks): dist.new_group(ranks, backend=backend) for ranks in where.groups(TENSOR)}
-            (group,) = [group for ranks, group in made.items() if dist.get_rank() in ranks]
             device = torch.device(where.device_mesh.device_type)
         else:
             if where.size() == 1:
                 return None
-            ranks = dist.get_process_group_ranks(where)
-            group = dist.new_group(ranks, use_local_synchronization=True)
+            make = partial(dist.new_group, dist.get_process_group_ranks(where), use_local_synchronization=True)
+            backend = None
             device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        # It lives until torch.distributed ends: see `zerofold.groups.destroy`.
-        return cls(Comm(group, device, Traffic(), overlap=True, name=_GROUP))
+        # Groups live until torch.distributed ends: see `zerofold.groups.destroy`.
+        comm = Comm(make(backend=backend), device, Traffic(), overlap=True, name=_GROUP)
+        if not has_files or comm.is_gloo or comm.is_alone:
+            return cls(comm, comm)
+        # The host asks how a read went. Over the device's group it would wait for the device.
+        control = make(backend="gloo")
+        return cls(comm, Comm(control, torch.device("cpu"), comm.traffic, overlap=True, name=_GROUP))
 
     @property
     def ranks(self) -> int:
@@ -105,8 +145,13 @@ class Partition:
             return self._comm.all_gather(flat, bounds, unit=whole.name)
 
         own = flat[first : first + item.layout.shape.numel()]
-        gathering = shelf.fill(item, own, gather)
-        return Arrived(flat[:numel].as_strided(whole.layout.shape, whole.layout.stride).data, gathering)
+        trouble = shelf.trouble(item)
+        gathering = shelf.fill(item, own, gather) if trouble is None else gather()
+        tensor = flat[:numel].as_strided(whole.layout.shape, whole.layout.stride).data
+        if not shelf.can_fail:
+            return Arrived(tensor, gathering)
+        told = _Told(self._control, whole.name, gathering, trouble)
+        return Arrived(tensor, told, told.check)
 
     def furthest(self, choice: Choice) -> Choice:
         """Of what its ranks would choose, the place that is furthest from the device. All of them must ask: each knows
@@ -142,6 +187,13 @@ class Partition:
 
     def _size(self, numel: int) -> int:
         return -(-numel // self.ranks)
+
+
+def _own_of(groups: Sequence[Sequence[int]], *, backend: str | None) -> dist.ProcessGroup:
+    """Every rank makes all of them, and has one."""
+    made = {tuple(ranks): dist.new_group(list(ranks), backend=backend) for ranks in groups}
+    (group,) = [group for ranks, group in made.items() if dist.get_rank() in ranks]
+    return group
 
 
 def _checksum(tensor: Tensor) -> list[int]:

@@ -1,30 +1,24 @@
-"""Where kept tensors lie: in one block of the device, in pinned host memory, or in files."""
+"""Where kept tensors lie: in one block of the device, or in pinned host memory; `disk_shelf` has files."""
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zerofold.activation.reserve import CudaCache, Reserve
 from zerofold.activation.slots import Slot, Slots
 from zerofold.memory import Done, Transfers
 from zerofold.memory.arena import HostArena
-from zerofold.memory.disk import PAGE, DiskError, DiskStore, Extent, Request
-from zerofold.placement import Tier
+from zerofold.memory.disk import PAGE, DiskStore, Extent, Request
 from zerofold.schedule import in_backward
 
 _ALIGN = 512  # bytes: as CUDA's allocator starts its blocks, so that kernels choose the same code
-_LEAST_FILE = 64 * 2**20
 
 
 class Layout(NamedTuple):
@@ -60,6 +54,8 @@ class Ends(Protocol):
 class Arrived(NamedTuple):
     tensor: Tensor
     done: Ends
+    check: Callable[[], None] | None = None
+    """Asked when it is done: raises if what has come is of no use."""
 
 
 @dataclass
@@ -72,6 +68,8 @@ class Item:
     """The end of the copy that filled the slot."""
     room: tuple[DiskStore, Extent] | None = None
     reading: Request | None = None
+    fault: Exception | None = None
+    """Why it is lost; raised when it is wanted."""
 
 
 class DeviceShelf:
@@ -81,7 +79,7 @@ class DeviceShelf:
     small. What CUDA's allocator holds around it is kept small (`Reserve`).
     """
 
-    frees_device = False
+    frees_device, can_fail = False, False
 
     def __init__(self, device: torch.device, reserve: Reserve | None = None) -> None:
         """`reserve`: by default of CUDA's allocator; other devices have none."""
@@ -126,8 +124,15 @@ class DeviceShelf:
     def settle(self, item: Item) -> None:
         """Its tensor on the device is about to go."""
 
+    def turn(self) -> None:
+        """Another block begins, in forward or in backward."""
+
     def fetch(self, item: Item) -> None:
         """It will be wanted soon."""
+
+    def trouble(self, item: Item) -> Exception | None:
+        """Why it cannot be had, if so. Waits until it is in memory."""
+        return item.fault
 
     def get(self, item: Item) -> Arrived:
         assert item.slot is not None
@@ -161,6 +166,8 @@ class HostShelf:
     """Pinned memory; copies run beside the device's own work."""
 
     frees_device = True
+    can_fail = False
+    """Whether a tensor that was put there may be lost."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -183,8 +190,15 @@ class HostShelf:
         if item.done is not None:
             item.done.wait()
 
+    def turn(self) -> None:
+        """Another block begins, in forward or in backward."""
+
     def fetch(self, item: Item) -> None:
         """It will be wanted soon."""
+
+    def trouble(self, item: Item) -> Exception | None:
+        """Why it cannot be had, if so. Waits until it is in memory."""
+        return item.fault
 
     def get(self, item: Item) -> Arrived:
         """On its way to the device; the memory there belongs to the stream that asks for it."""
@@ -216,119 +230,4 @@ class HostShelf:
         return 0
 
 
-class DiskShelf(HostShelf):
-    """Files past the page cache; host memory is only passed through."""
-
-    def __init__(self, device: torch.device, folder: str | os.PathLike[str]) -> None:
-        super().__init__(device)
-        self._folder = folder
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._files: list[DiskStore] = []
-        self._passing: list[tuple[Slot, Request | None, Done]] = []  # host memory whose last use is under way
-        self._returned: deque[Item] = deque()  # appended to in any thread, perhaps in the middle of a request
-        self._written = 0
-
-    def put(self, tensor: Tensor) -> Item:
-        self._reclaim()
-        return super().put(tensor)
-
-    def settle(self, item: Item) -> None:
-        super().settle(item)
-        if item.slot is not None and item.room is None:
-            assert item.done is not None
-            item.done.finish()  # threads write it, and know nothing of streams
-            item.room = store, extent = self._take_room(item.layout.nbytes)
-            request = store.write(extent.offset, item.slot.memory)
-            self._passing.append((item.slot, request, Done()))
-            item.slot = None
-
-    def fetch(self, item: Item) -> None:
-        if item.slot is None and item.room is not None:
-            store, extent = item.room
-            item.slot = self._slots.take(item.layout.nbytes)
-            item.reading = store.read(extent.offset, item.slot.memory)
-
-    def fill(self, item: Item, target: Tensor, then: Callable[[], Ends]) -> Ends:
-        self._reclaim()
-        self.fetch(item)
-        if item.reading is not None:
-            item.reading.wait()
-        copied = Done()
-
-        def after() -> Ends:
-            nonlocal copied
-            copied = self._transfers.done()
-            return then()
-
-        ends = super().fill(item, target, after)
-        if item.reading is not None:
-            assert item.slot is not None
-            self._passing.append((item.slot, None, copied))
-            item.slot = item.reading = None
-        else:
-            item.done = copied  # before it threads may not fill the slot again, which know nothing of streams
-        return ends
-
-    def give(self, item: Item) -> None:
-        self._returned.append(item)
-
-    def close(self) -> None:
-        self._reclaim()
-        for _, request, done in self._passing:
-            done.finish()
-            if request is not None:
-                request.settle()
-        self._reclaim()
-        super().close()
-        for store in self._files:
-            store.close()
-
-    def nbytes(self) -> dict[str, int]:
-        self._reclaim()
-        return {**super().nbytes(), "nvme": self._written}
-
-    def _reclaim(self) -> None:
-        """Takes back what has been returned, and host memory that nobody reads or writes any more."""
-        while self._returned:
-            item = self._returned.popleft()
-            if item.slot is not None:
-                self._passing.append((item.slot, item.reading, item.done or Done()))
-            if item.room is not None:
-                store, extent = item.room
-                store.give(extent)
-                self._written -= extent.nbytes
-        passing, self._passing, failed = self._passing, [], None
-        for slot, request, done in passing:
-            if done.is_over and (request is None or request.is_done):
-                self._slots.give(slot)
-                failed = failed or (request if request is not None and request.error is not None else None)
-            else:
-                self._passing.append((slot, request, done))
-        if failed is not None:
-            failed.wait()  # which raises what went wrong
-
-    def _take_room(self, nbytes: int) -> tuple[DiskStore, Extent]:
-        for store in self._files:
-            try:
-                return self._noted(store, nbytes)
-            except DiskError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-        size = max(nbytes, _LEAST_FILE, sum(store.nbytes for store in self._files))
-        self._files.append(DiskStore(self._folder, size, rank=self._rank))
-        return self._noted(self._files[-1], nbytes)
-
-    def _noted(self, store: DiskStore, nbytes: int) -> tuple[DiskStore, Extent]:
-        extent = store.take(nbytes, "activations")
-        self._written += extent.nbytes
-        return store, extent
-
-
 Shelf = DeviceShelf | HostShelf
-
-
-def make_shelf(tier: Tier, device: torch.device, folder: str | os.PathLike[str] | None) -> Shelf:
-    if tier is Tier.NVME:
-        assert folder is not None
-        return DiskShelf(device, folder)
-    return HostShelf(device) if tier is Tier.HOST else DeviceShelf(device)

@@ -5,6 +5,7 @@ forward    [ f0 ][ f1 ][ f2 ][ f3 ]        a block's inputs go down while it com
 down       [d0  ][d1  ][d2  ]              block after the next begins
 backward   [ b3 ][ b2 ][ b1 ][ b0 ]        while a block is computed again, the inputs of the one before come up
 up               [u1  ][u0  ]
+read       [r1  ][r0  ]                    from a file: and those of the one before that are read
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
+from zerofold.activation.disk_shelf import make_shelf
 from zerofold.activation.partition import Partition, Whole
-from zerofold.activation.shelves import DeviceShelf, Ends, Item, Shelf, make_shelf
+from zerofold.activation.shelves import DeviceShelf, Ends, Item, Shelf
 from zerofold.memory import Done
 from zerofold.parallel.mesh import Mesh
 from zerofold.placement import Tier
@@ -45,6 +47,7 @@ class Kept:
         self._here: Tensor | None = tensor.detach() if shelf.frees_device else None
         self._is_origin = self._here is not None
         self._arrival: Ends = Done()
+        self._check: Callable[[], None] | None = None  # asked when it has arrived
         self._lent: TensorWeakRef | None = None
         self._is_changed = False
 
@@ -65,7 +68,8 @@ class Kept:
 
     def fetch(self) -> None:
         """It is wanted next but one: a file is read."""
-        if not self.is_here:
+        # Parts are gathered even where the whole is still in use, see `start`.
+        if self._here is None if self._whole is not None else not self.is_here:
             self._shelf.fetch(self._item)
 
     def start(self) -> None:
@@ -75,7 +79,7 @@ class Kept:
         if self._here is None:
             # All ranks of a partition must come here alike, so it cannot be asked what is still in use.
             whole = self._whole
-            self._here, self._arrival = (
+            self._here, self._arrival, self._check = (
                 self._shelf.get(self._item) if whole is None else whole.rebuild(self._shelf, self._item)
             )
             self._is_origin = False
@@ -84,6 +88,8 @@ class Kept:
         self.start()
         assert self._here is not None
         self._arrival.wait()
+        if self._check is not None:
+            self._check()
         if self._is_origin:
             self.look(self._here)
             (self._item.done or Done()).wait()  # its memory may go right after its use
@@ -176,13 +182,14 @@ class CheckpointStore:
             raise ValueError('keep="nvme" needs a folder on the disk: add path=')
         self._path = path
         if partition is not None and not isinstance(partition, Partition):
-            partition = Partition.over(partition)
+            partition = Partition.over(partition, has_files=self.tier is Tier.NVME)
         self.partition = partition
         self._shelf: Shelf | None = None
         self._device: torch.device | None = None
         self._present: weakref.WeakSet[Kept] = weakref.WeakSet()  # on the device, or there when last looked
         self._last: weakref.ref[Block] | None = None
         self._resident: deque[weakref.ref[Block]] = deque()
+        self._wanted: weakref.ref[Block] | None = None  # the last one that backward came to
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that several blocks take, while they live
         self._calls = _Calls()
         self.peak_device_nbytes = 0
@@ -218,6 +225,7 @@ class CheckpointStore:
         """For the next call. Inputs of the call before the last one leave the device."""
         while len(self._resident) >= AT_ONCE:
             self._let_go(self._resident.popleft()())
+            self._turn()
         last = None if self._last is None else self._last()
         if last is not None and self._comes_late(last):  # another forward begins
             last = None
@@ -240,19 +248,25 @@ class CheckpointStore:
         return Place(block, kept)
 
     def get(self, place: Place) -> Tensor:
-        """The tensor, on the device; those of the block before are set going."""
-        before = place.block.before
+        """The tensor, on the device; those of the block before are set going, and those of the one before that are
+        read where they are in a file.
+        """
+        if self._wanted is None or self._wanted() is not place.block:
+            self._wanted = weakref.ref(place.block)
+            self._turn()
         place.block.is_wanted = True
-        place.kept.start()
+        tensor = place.kept.use()
         self._present.add(place.kept)
-        for kept in () if before is None or self._comes_late(before) else before.kept:
-            if self.tier is Tier.HOST or (self.tier is Tier.DEVICE and self.partition is not None):
+        ahead = self._ahead_of(place.block)
+        if self.tier is not Tier.DEVICE or self.partition is not None:
+            for kept in () if ahead is None else ahead.kept:
                 kept.start()
                 self._present.add(kept)
-            else:
-                kept.fetch()
+        after = None if ahead is None else self._ahead_of(ahead)
+        for kept in () if after is None else after.kept:
+            kept.fetch()
         self._note_peak()
-        return place.kept.use()
+        return tensor
 
     def unpack(self, saved: Tensor | Place) -> Tensor:
         """For autograd, which has a place of what is kept, and all else itself."""
@@ -303,10 +317,22 @@ class CheckpointStore:
 
     def _shelf_on(self, device: torch.device) -> Shelf:
         if self._shelf is None:
-            self._shelf, self._device = make_shelf(self.tier, device, self._path), device
+            self._shelf, self._device = self._make_shelf(device), device
         if device != self._device:
             raise ValueError(f"a checkpoint on {device}, in a store that has those of {self._device}: use one for each")
         return self._shelf
+
+    def _make_shelf(self, device: torch.device) -> Shelf:
+        return make_shelf(self.tier, device, self._path, is_shared=self.partition is not None)
+
+    def _ahead_of(self, block: Block) -> Block | None:
+        """The block that backward comes to next."""
+        before = block.before
+        return None if before is None or self._comes_late(before) else before
+
+    def _turn(self) -> None:
+        if self._shelf is not None:
+            self._shelf.turn()
 
     def _comes_late(self, block: Block) -> bool:
         """Whether backward has been there. With a partition it counts, and not what is left in memory of it: whether a
