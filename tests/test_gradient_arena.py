@@ -121,7 +121,10 @@ def predicted_lines(folder: Path, stage: int, precision: str | None, accumulate:
     return {line["line"]: (line["predicted"], line["measured"]) for line in lines if line["where"] == "device"}
 
 
-@pytest.mark.parametrize(("stage", "precision", "accumulate"), [(0, None, 1), (2, "bf16", 1), (3, "bf16", 2)])
+@pytest.mark.parametrize(
+    ("stage", "precision", "accumulate"),
+    [(0, None, 1), (2, "bf16", 1), (3, "bf16", 2), (0, None, 2), (1, "bf16", 2), (1, "bf16", 3)],
+)
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_plan_knows_the_block_to_the_byte(
     ranks: Any, tmp_path: Path, world: int, stage: int, precision: str | None, accumulate: int

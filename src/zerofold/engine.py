@@ -31,6 +31,7 @@ from zerofold.offloading import Offloading
 from zerofold.parallel.mesh import Mesh
 from zerofold.part import group_of, set_part
 from zerofold.placement import Row
+from zerofold.plan.states import Widths, keeps_sums
 from zerofold.plan.traffic import Share
 from zerofold.precision import Precision
 from zerofold.reduce import Reducer
@@ -170,7 +171,10 @@ class Engine:
         self.gradient_arena = 0
         """Bytes of the block that gradients lie in, where there is one."""
         if contiguous_gradients:
-            self.gradient_arena = reserve_gradients([slab for unit in self.units for slab in unit.slabs], device)
+            alone = groups.control.size == 1
+            has_sums = keeps_sums(row, Widths.of(precision), alone=alone, accumulate=accumulate)
+            slabs = [slab for unit in self.units for slab in unit.slabs]
+            self.gradient_arena = reserve_gradients(slabs, device, sums_of=accumulate if has_sums else 0)
         self.scaler = LossScaler(precision.scaling)
         self.boundary = Boundary(precision, self.scaler)
         self.reducer = Reducer(groups.reduce, groups.across, self.pool)

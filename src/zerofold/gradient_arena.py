@@ -2,26 +2,57 @@
 
 without    |act|g0| act |g1|act|          made in the first backward, each where there was room between activations
 with       |g0|g1|g2|   act | act         there before the first activation, and never moved
+
+Where several backwards make a step and gradients are whole, each rank adds up its own until the last of them: then
+|g0|s0|g1|s1|…, the sums beside what they are reduced into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from zerofold.gradients import FaceGradients
 from zerofold.plan.held import ARENA_ALIGNMENT
-from zerofold.slab import Slab
+from zerofold.slab import GradientRoom, Slab
 
 
-def reserve_gradients(slabs: Sequence[Slab], device: torch.device) -> int:
-    """Gives the gradients of every slab their place in one block; returns its bytes."""
-    rooms = [(slab, room) for slab in slabs if (room := slab.gradient_room) is not None]
+class _Wish(NamedTuple):
+    room: GradientRoom
+    give: Callable[[Tensor], None]
+
+    @property
+    def nbytes(self) -> int:
+        return self.room.elements * self.room.dtype.itemsize
+
+
+def reserve_gradients(slabs: Sequence[Slab], device: torch.device, *, sums_of: int = 0) -> int:
+    """Gives the gradients of every slab their place in one block; returns its bytes. `sums_of`: backwards whose local
+    sums wait for one reduction, 0 where none do.
+    """
+    wishes = [wish for slab in slabs for wish in _wishes(slab, sums_of)]
     starts, end = [], 0
-    for _, room in rooms:
+    for wish in wishes:
         starts.append(end)
-        end += -(-room.elements * room.dtype.itemsize // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
+        end += -(-wish.nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
     block = torch.zeros(end, dtype=torch.uint8, device=device)
-    for (slab, room), start in zip(rooms, starts, strict=True):
-        slab.gradients.lie_in(block[start : start + room.elements * room.dtype.itemsize].view(room.dtype))
+    for wish, start in zip(wishes, starts, strict=True):
+        wish.give(block[start : start + wish.nbytes].view(wish.room.dtype))
     return end
+
+
+def filled_by(slabs: Sequence[Slab], *, sums_of: int = 0) -> int:
+    """Bytes of the block that they fill; the rest rounds up each of them."""
+    return sum(wish.nbytes for slab in slabs for wish in _wishes(slab, sums_of))
+
+
+def _wishes(slab: Slab, sums_of: int) -> list[_Wish]:
+    found = []
+    if (room := slab.gradient_room) is not None:
+        found.append(_Wish(room, slab.gradients.lie_in))
+    if sums_of and isinstance(slab.gradients, FaceGradients) and (room := slab.sums_room(sums_of)) is not None:
+        found.append(_Wish(room, slab.gradients.sum_in))
+    return found

@@ -156,11 +156,17 @@ class FaceGradients:
         self._on_parameters = [FaceGradient(face) for face in faces]
         self._flat: Tensor | None = None
         self._is_reserved = False
+        self._sums: Tensor | None = None
+        self._are_sums_sent = False  # what is under way may still be read from there
         self.on_mean: Callable[[], None] | None = None  # told when a rank alone has the gradients of a backward
 
     def lie_in(self, flat: Tensor) -> None:
         """From now on pieces are in this memory of zeros, those of a rank alone too."""
         self._flat, self._is_reserved = flat, True
+
+    def sum_in(self, sums: Tensor) -> None:
+        """From now on what waits for a reduction is in this memory, a place for each parameter."""
+        self._sums = sums
 
     def before_accumulate(self, index: int) -> None:
         self._notice_clearing(index)
@@ -175,7 +181,10 @@ class FaceGradients:
         self.parameters[index].grad = None
         earlier = self._local[index]
         flat = gradient.detach().reshape(-1)
-        self._local[index] = flat if earlier is None else earlier.to(self.dtypes.accumulation).add_(flat)
+        if earlier is None:
+            self._local[index] = self._placed(index, flat)
+        else:
+            self._local[index] = earlier.to(self.dtypes.accumulation).add_(flat)
         self.arrived_since_reduce.add(index)
 
     def forget_cleared(self) -> None:
@@ -194,12 +203,14 @@ class FaceGradients:
             if self.on_mean is not None:
                 self.on_mean()
             return
+        self._are_sums_sent = True
         accumulate, wire = tuple(self._holds_value), self.dtypes.reduction
         reducer.start(Reduction(unit, local, self.layout, self._storage(), accumulate, across, wire))
         # Zeros where no rank had one. A second reduction in the same backward must add to this one.
         self._holds_value = [True] * len(self.parameters)
 
     def settle(self, present: Sequence[bool]) -> None:
+        self._are_sums_sent = False
         for index, is_present in enumerate(present):
             if is_present and not (self._flat is None and self._is_shown[index]):  # adopted ones are shown already
                 self._show(index, unreduced=self._awaits_across)
@@ -218,6 +229,7 @@ class FaceGradients:
                 self._show(index, unreduced=True)
 
     def abandon(self) -> None:
+        self._are_sums_sent = False
         for index, is_shown in enumerate(self._is_shown):
             if not is_shown:
                 self._local[index] = None
@@ -229,11 +241,25 @@ class FaceGradients:
         self._notice_clearing(index)
         gradient, self._local[index] = self._local[index], None
         self.arrived_since_reduce.discard(index)
+        if gradient is not None and self._is_among_sums(gradient):  # the next one to arrive is written there
+            return gradient.clone()
         return gradient
 
     def put_local(self, index: int, gradient: Tensor) -> None:
         self._local[index] = gradient.reshape(-1)
         self.arrived_since_reduce.add(index)
+
+    def _placed(self, index: int, flat: Tensor) -> Tensor:
+        """In the memory for sums, if there is such that holds it exactly; else it stays where autograd made it."""
+        sums = self._sums
+        if sums is None or self._are_sums_sent or torch.promote_types(flat.dtype, sums.dtype) is not sums.dtype:
+            return flat
+        start = sum(self.layout.numels[:index])
+        return sums[start : start + flat.numel()].copy_(flat)
+
+    def _is_among_sums(self, tensor: Tensor) -> bool:
+        sums = self._sums
+        return sums is not None and tensor.untyped_storage().data_ptr() == sums.untyped_storage().data_ptr()
 
     def _notice_clearing(self, index: int) -> None:
         if not self._is_shown[index]:
@@ -300,7 +326,9 @@ class FaceGradients:
     @property
     def nbytes(self) -> int:
         flat = self._flat
-        local = sum(gradient.nbytes for gradient in self._local if gradient is not None)
+        waiting = [gradient for gradient in self._local if gradient is not None]
+        local = sum(gradient.nbytes for gradient in waiting if not self._is_among_sums(gradient))
+        local += 0 if self._sums is None else self._sums.nbytes
         if flat is not None:
             return flat.nbytes + local
         shown = [face.grad for face in self.faces]

@@ -454,6 +454,16 @@ class Slab:
             return GradientRoom(self.layout.size, self.parameters[0].dtype)
         return GradientRoom(self.layout.shard_size(self.place), self.gradient_dtype)
 
+    def sums_room(self, backwards: int) -> GradientRoom | None:
+        """What gradients of so many backwards take besides while they wait for one reduction; None where they are added
+        up in their room itself. Two are not added before the second is reduced: the first waits as it was made.
+        """
+        if self.gradient_room is None or not isinstance(self.gradients, FaceGradients):
+            return None
+        return GradientRoom(
+            sum(self.layout.numels), self.dtypes.compute if backwards == 2 else self.dtypes.accumulation
+        )
+
     def _gradients(self) -> Gradients:
         faces = [face for face in self.faces if isinstance(face, ShardedParameter)]
         if not faces:

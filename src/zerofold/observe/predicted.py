@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerofold.engine import Engine
+from zerofold.gradient_arena import filled_by
 from zerofold.observe.recording import Recording
 from zerofold.parallel.marks import loss_ranks, sequence_ranks
 from zerofold.placement import Tier
@@ -98,7 +99,7 @@ def predictions(
     )
     gradients = recording.device_gradients if has_sums else recording.step_gradients
     if engine.gradient_arena:
-        gradients += engine.gradient_arena - _in_arena(engine)
+        gradients += engine.gradient_arena - filled_by(engine.slabs(), sums_of=point.accumulate if has_sums else 0)
     found = [
         Line("parameters", Tier.DEVICE.value, BYTES, held.device["parameters"], on_device["parameters"]),
         Line("gradients", Tier.DEVICE.value, BYTES, held.device["gradients"], gradients),
@@ -197,12 +198,6 @@ def _machine(engine: Engine) -> Machine:
     known = preset_of(name)
     found = preset(known or "A100-80", devices=ranks, per_node=inside or torch.cuda.device_count())
     return found if known is not None else replace(found, name="unknown")
-
-
-def _in_arena(engine: Engine) -> int:
-    """Of the block of gradients, what they fill; the rest rounds up each slab's."""
-    rooms = [room for slab in engine.slabs() if (room := slab.gradient_room) is not None]
-    return sum(room.elements * room.dtype.itemsize for room in rooms)
 
 
 def _is_spread(engine: Engine) -> bool:

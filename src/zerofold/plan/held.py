@@ -183,10 +183,14 @@ def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_byt
             # A rank alone keeps the tensors that autograd made, or adds them up where they are; else there is a flat
             # space. Moments are made for each piece of a parameter, masters for the shard.
             mean = each.shard.gradients * (slab.numel if ranks.alone and not sums_too else slab.shard)
+            sums = each.whole.gradients * slab.numel
             if point.contiguous_gradients:
                 mean = -(-each.shard.gradients * slab.shard // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
-                arena += math.trunc(mean)
-            gradients += mean + each.whole.gradients * slab.numel
+                # Where the flat gradient is whole and as wide, autograd adds up in it.
+                has_both = placed.optimizer.is_cut or widths.has_master
+                sums = -(-sums // ARENA_ALIGNMENT) * ARENA_ALIGNMENT if has_both else 0
+                arena += math.trunc(mean + sums)
+            gradients += mean + sums
             master = widths.master if widths.has_master else 0
             optimizer += widths.moments * slab.owned + master * slab.shard + STEP_BYTES * slab.tensors
     size = unit_size(unit.name, slabs, placed, widths, alone=ranks.alone, accumulate=point.accumulate)
