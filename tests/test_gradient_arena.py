@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zerofold as zf
 from models import Block, batches, make_model
@@ -64,6 +64,85 @@ def compared(stage: int, precision: str | None) -> tuple[bool, list[int], int]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_same_bits_from_one_block_in_every_step(ranks: Any, world: int, stage: int, precision: str | None) -> None:
     assert ranks(world, compared, stage, precision) == [(True, [1, 1, 1], 1)] * world
+
+
+def sums(stage: int, precision: str, accumulate: int, contiguous: bool) -> tuple[list[Tensor], list[int], int]:
+    """Weights after two steps, bytes of gradients before the first backward and after each, and how many slabs."""
+    model = make_model(layers=3)
+    model, optimizer = zf.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        stage=stage,
+        precision=precision,
+        units=Block,
+        accumulate=accumulate,
+        contiguous_gradients=contiguous,
+    )
+    held = [zf.ledger(model).snapshot()["state_bytes"]["gradients"]]
+    for index, batch in enumerate(batches(2 * accumulate), start=1):
+        model(*batch).backward()
+        held.append(zf.ledger(model).snapshot()["state_bytes"]["gradients"])
+        if index % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    with zf.full_params(model):
+        weights = [p.detach().clone() for p in model.parameters()]
+    slabs = len(model._zerofold_engine.slabs())
+    zf.close(model)
+    return weights, held, slabs
+
+
+def sums_compared(stage: int, precision: str, accumulate: int) -> tuple[bool, int, int]:
+    """Equal weights; by how much gradients ever took more than the block; and the block more than they took at most
+    without it, but for rounding up.
+    """
+    plain, loose, slabs = sums(stage, precision, accumulate, contiguous=False)
+    ours, block, _ = sums(stage, precision, accumulate, contiguous=True)
+    more = block[0] - max(loose)
+    return all(map(torch.equal, plain, ours)), max(block) - block[0], max(0, more - 2 * 512 * slabs)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (1, "bf16"), (1, "fp16")])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_sums_wait_in_the_block_and_take_no_more_than_before(
+    ranks: Any, stage: int, precision: str, accumulate: int
+) -> None:
+    assert ranks(2, sums_compared, stage, precision, accumulate) == [(True, 0, 0)] * 2
+
+
+class Twice(nn.Module):
+    """Its block's gradients come twice in a backward, since a checkpoint that is reentrant has one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.block = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = zf.checkpoint(self.block, x, use_reentrant=True)
+        return x.square().sum()
+
+
+def twice(contiguous: bool) -> list[Tensor]:
+    model = zf.shard(Twice(), stage=1, units=nn.Sequential, accumulate=2, contiguous_gradients=contiguous)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found: list[Tensor] = []
+    for index in range(6):
+        model(torch.randn(4, 8, generator=generator).requires_grad_()).backward()
+        if index % 2:
+            found += [zf.full_grad(p) for p in model.parameters()]
+            model.zero_grad()
+    zf.close(model)
+    return found
+
+
+def twice_alike() -> bool:
+    return all(map(torch.equal, twice(contiguous=False), twice(contiguous=True)))
+
+
+def test_a_gradient_that_comes_again_while_its_sum_is_sent_does_not_change_it(ranks: Any) -> None:
+    assert ranks(2, twice_alike) == [True] * 2
 
 
 def several_backwards(contiguous: bool) -> list[Any]:
