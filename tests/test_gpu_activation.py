@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zerofold as zf
+from zerofold.activation.disk_shelf import DiskShelf
 from zerofold.activation.reserve import CudaCache, Reserve
 from zerofold.bench.gpt import GPT, Block, GPTSize, RandomTokens
 
@@ -99,14 +100,18 @@ def test_two_blocks_inputs_at_most_are_on_the_device() -> None:
 
 
 @pytest.mark.usefixtures("plain_attention")
-def test_a_slow_copy_is_waited_for() -> None:
-    """The device is kept busy behind each block, so that copies are late and memory would be used again too early."""
+@pytest.mark.parametrize("keep", ["host", "nvme"])
+def test_a_slow_copy_is_waited_for(keep: str, tmp_path: Path) -> None:
+    """The device is kept busy behind each block, so that copies are late and memory would be used again too early. With
+    files the host does not run ahead of it: it would read all of them into its memory.
+    """
     plain = trained({})
 
     def late(module: nn.Module, args: Any) -> None:
         torch.cuda._sleep(2_000_000)
 
-    model, optimizer, _ = prepared({"keep": "host"})
+    how: dict[str, Any] = {"keep": keep} if keep == "host" else {"keep": keep, "path": str(tmp_path)}
+    model, optimizer, checkpointing = prepared(how)
     for block in model.blocks:
         block.register_forward_pre_hook(late)
     data = RandomTokens(SIZE, batch=BATCH, rank=0, device="cuda")
@@ -115,6 +120,12 @@ def test_a_slow_copy_is_waited_for() -> None:
         optimizer.step()
         optimizer.zero_grad()
     found = [zf.full(p) for p in model.parameters()]
+    if keep == "nvme":
+        assert checkpointing is not None
+        assert checkpointing.store is not None
+        assert isinstance(checkpointing.store._shelf, DiskShelf)
+        assert checkpointing.store._shelf.peak_host_nbytes <= 4 * INPUT
+        assert checkpointing.store.peak_device_nbytes == 2 * INPUT
     zf.close(model)
     assert all(map(torch.equal, plain, found))
 

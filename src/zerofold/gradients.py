@@ -7,6 +7,7 @@ the reduction; `settle` shows the result, for the parameters that had a gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -157,6 +158,7 @@ class FaceGradients:
         self._flat: Tensor | None = None
         self._is_reserved = False
         self._sums: Tensor | None = None
+        self._starts: list[int] = []  # of each parameter's sum
         self._are_sums_sent = False  # what is under way may still be read from there
         self.on_mean: Callable[[], None] | None = None  # told when a rank alone has the gradients of a backward
 
@@ -167,6 +169,7 @@ class FaceGradients:
     def sum_in(self, sums: Tensor) -> None:
         """From now on what waits for a reduction is in this memory, a place for each parameter."""
         self._sums = sums
+        self._starts = [0, *accumulate(self.layout.numels)]
 
     def before_accumulate(self, index: int) -> None:
         self._notice_clearing(index)
@@ -204,8 +207,8 @@ class FaceGradients:
                 self.on_mean()
             return
         self._are_sums_sent = True
-        accumulate, wire = tuple(self._holds_value), self.dtypes.reduction
-        reducer.start(Reduction(unit, local, self.layout, self._storage(), accumulate, across, wire))
+        adds, wire = tuple(self._holds_value), self.dtypes.reduction
+        reducer.start(Reduction(unit, local, self.layout, self._storage(), adds, across, wire))
         # Zeros where no rank had one. A second reduction in the same backward must add to this one.
         self._holds_value = [True] * len(self.parameters)
 
@@ -254,8 +257,7 @@ class FaceGradients:
         sums = self._sums
         if sums is None or self._are_sums_sent or torch.promote_types(flat.dtype, sums.dtype) is not sums.dtype:
             return flat
-        start = sum(self.layout.numels[:index])
-        return sums[start : start + flat.numel()].copy_(flat)
+        return sums[self._starts[index] : self._starts[index + 1]].copy_(flat)
 
     def _is_among_sums(self, tensor: Tensor) -> bool:
         sums = self._sums
