@@ -202,3 +202,32 @@ def test_a_disk_that_fails_on_one_rank_ends_the_backward_of_all(
         assert f"{fault} on purpose" in message
         assert "\n" not in message
         assert is_well
+
+
+def crossed(path: str, *, is_cut: bool, is_kept: bool) -> list[Tensor]:
+    """What all blocks of a decoder take is kept once, and gathered for each of them; a second backward asks again."""
+    spread = zf.mesh(tensor=2, device="cpu")
+    store = zf.CheckpointStore("nvme", path=path, partition=spread if is_cut else None) if is_kept else None
+    weights = [torch.full((WIDTH,), 0.5 + 0.1 * index, requires_grad=True) for index in range(5)]
+    given = torch.linspace(-1, 1, 64 * WIDTH).view(64, WIDTH).requires_grad_()
+    x = source = given.tanh()
+    for weight in weights:
+        x = zf.checkpoint(lambda x, source, weight=weight: (x * weight + source).tanh(), x, source, store=store)
+    loss = x.square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    del loss, x, source
+    if store is not None:
+        assert sum(store.nbytes.values()) == 0
+        store.close()
+    return [each.grad for each in (given, *weights) if each.grad is not None]
+
+
+def crossed_alike(path: str) -> list[bool]:
+    plain = crossed(path, is_cut=False, is_kept=False)
+    ways = [crossed(path, is_cut=is_cut, is_kept=True) for is_cut in (False, True)]
+    return [len(found) == 6 and all(map(torch.equal, plain, found)) for found in ways]
+
+
+def test_an_input_of_several_blocks_and_a_second_backward(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, crossed_alike, str(tmp_path)) == [[True, True]] * 2
