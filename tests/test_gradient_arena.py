@@ -66,10 +66,9 @@ def test_the_same_bits_from_one_block_in_every_step(ranks: Any, world: int, stag
     assert ranks(world, compared, stage, precision) == [(True, [1, 1, 1], 1)] * world
 
 
-def sums(stage: int, precision: str, accumulate: int, contiguous: bool) -> tuple[list[Tensor], list[int], int]:
-    """Weights after two steps, bytes of gradients before the first backward and after each, and how many slabs."""
+def prepared(stage: int, precision: str | None, accumulate: int, contiguous: bool) -> tuple[Any, torch.optim.Optimizer]:
     model = make_model(layers=3)
-    model, optimizer = zf.prepare(
+    return zf.prepare(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         stage=stage,
@@ -78,6 +77,11 @@ def sums(stage: int, precision: str, accumulate: int, contiguous: bool) -> tuple
         accumulate=accumulate,
         contiguous_gradients=contiguous,
     )
+
+
+def sums(stage: int, precision: str, accumulate: int, contiguous: bool) -> tuple[list[Tensor], list[int], int]:
+    """Weights after two steps, bytes of gradients before the first backward and after each, and how many slabs."""
+    model, optimizer = prepared(stage, precision, accumulate, contiguous)
     held = [zf.ledger(model).snapshot()["state_bytes"]["gradients"]]
     for index, batch in enumerate(batches(2 * accumulate), start=1):
         model(*batch).backward()
@@ -176,16 +180,7 @@ def test_sums_and_clearing_are_as_without(ranks: Any, world: int) -> None:
 
 def predicted_lines(folder: Path, stage: int, precision: str | None, accumulate: int) -> dict[str, Any]:
     """By name, what ledger.json has of the gradients: predicted and measured."""
-    model = make_model(layers=3)
-    model, optimizer = zf.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        stage=stage,
-        precision=precision,
-        units=Block,
-        accumulate=accumulate,
-        contiguous_gradients=True,
-    )
+    model, optimizer = prepared(stage, precision, accumulate, contiguous=True)
     with zf.Run(folder / str(dist.get_rank()), model, every=1) as run:
         for index, batch in enumerate(batches(2 * accumulate), start=1):
             model(*batch).backward()

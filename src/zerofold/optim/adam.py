@@ -43,7 +43,8 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
 
     Offloaded states are updated later: who needs them waits for that.
     """
-    places, memory = engine.places(), DeviceMemory.now(engine.device) if engine.updates is None else None
+    places, is_first = engine.places(), engine.is_offloaded and engine.updates is None
+    memory = DeviceMemory.now(engine.device) if is_first else None
     before: dict[Slab, int] = {}
     away: dict[Slab, list[tuple[int, Piece]]] = {}
     for group in optimizer.param_groups:

@@ -128,6 +128,7 @@ class DeviceUpdate:
     def run_early(self, chunk: Chunk, work: Hashable) -> None:
         """Under backward, when its gradients are there. They may still change: `work` is what they were."""
         torch.cuda.set_device(self._device)
+        self._clear_way(chunk)  # of a backward before this one
         before = self._early.pop(chunk.key, None)
         old = self._staged.pop(chunk.key, None) if before is None else before.old
         is_here = old is not None
@@ -206,7 +207,7 @@ class DeviceUpdate:
         early.old.free = Done(usable)
         self._slots.append(early.old)
         self.stood += chunk.size
-        return Ends(early.is_down if chunk.copy is None else Done(usable), early.is_down)
+        return Ends(Done(usable), early.is_down)
 
     def run(self, chunk: Chunk) -> Ends:
         torch.cuda.set_device(self._device)
@@ -312,7 +313,6 @@ class DeviceUpdate:
         return self._rooms_in(slot, chunk) if is_on_host else chunk.copies()
 
     def _rooms_in(self, slot: Slot, chunk: Chunk) -> list[Tensor | None]:
-        if chunk.copy is None:
-            return [None] * len(chunk.pieces)
+        assert chunk.copy is not None
         room = slot.room("copy", chunk.copy.dtype)
         return [room[piece.start - chunk.start : piece.stop - chunk.start] for piece in chunk.pieces]

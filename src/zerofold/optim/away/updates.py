@@ -193,12 +193,11 @@ class AwayUpdates:
         share = max(0.0, self._timing.device_share * (rest + whole) - whole) / max(1, rest)
         self._dealt_for, owed = self._timing.device_share, 0.0
         for slab in self._streaming:
-            chosen = []
-            for index, piece in enumerate(slab.layout.pieces(slab.place)):
-                owed += share * piece.size if slab not in special else 0.0
-                if slab in special:
-                    chosen.append(index)
-                elif owed >= piece.size / 2:
+            pieces = slab.layout.pieces(slab.place)
+            chosen = list(range(len(pieces))) if slab in special else []
+            for index, piece in enumerate(pieces) if slab not in special else ():
+                owed += share * piece.size
+                if owed >= piece.size / 2:
                     owed -= piece.size
                     chosen.append(index)
             slab.streamed = frozenset(chosen)
