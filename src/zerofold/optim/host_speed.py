@@ -50,8 +50,8 @@ def measure_host_update(elements: int = 2**25, *, candidates: Candidates | None 
 
     On an idle machine all cores would always win; but one core launches the GPU's kernels. So this thread runs small
     operations meanwhile, and a candidate that slows them down is out. Memory is what bounds the update, not cores: of
-    those that are about as fast as the fastest, the one with the fewest threads leaves the most for everything else.
-    Takes 16 bytes per element for a moment.
+    those that are about as fast as the fastest, the one with the most threads gets the most of a memory that copies to
+    and from the device use as well. Takes 16 bytes per element for a moment.
 
     >>> speed = measure_host_update(2**12, candidates=[(1, None)])
     >>> speed.threads, speed.parameters_per_second > 0
@@ -62,7 +62,7 @@ def measure_host_update(elements: int = 2**25, *, candidates: Candidates | None 
     speeds = [trial.speed for trial in trials if trial.caller_rate >= enough]
     fast = GOOD_SHARE * max(speed.parameters_per_second for speed in speeds)
     good = [speed for speed in speeds if speed.parameters_per_second >= fast]
-    return min(good, key=lambda speed: (speed.threads, -speed.parameters_per_second))
+    return max(good, key=lambda speed: (speed.threads, speed.parameters_per_second))
 
 
 def try_host_updates(elements: int, candidates: Candidates) -> list[HostTrial]:

@@ -18,9 +18,9 @@ from zerofold.placement import Tier
 
 FIRST_SHARE = 0.65  # of the elements go through the device, until steps have been timed
 SAFE_PART = 0.9  # of the device's memory
-SPARE_PART = 1 / 5  # of what is left of that, for gradients and chunks that are on the device between steps
+SPARE_PART = 1 / 4  # of what is left of that, for gradients and chunks that are on the device between steps
 FILLED_PART = 0.95  # instead of both, of a limit that "auto" is to fill
-MOST_AHEAD = 64  # chunks, 12.9 GB
+MOST_AHEAD = 96  # chunks, 19.3 GB: about what the bus moves under a backward of half a second
 FEW_AHEAD = 21  # where parameters are away as well: the device's memory is wanted for something else
 
 

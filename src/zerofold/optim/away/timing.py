@@ -10,7 +10,7 @@ _LARGEST_MOVE = 0.1
 _SMALLEST_MOVE = 0.015  # below it the parameters that change sides are too few to matter
 _QUICK_STEPS = 4  # go all the way; later ones half of it, since a single update may have been disturbed
 _PERIOD, _TRIALS = 64, (5, 6)  # of so many updates these try what is not done otherwise
-_CLEAR_GAIN = 0.97  # of the time; less may be chance
+_CLEAR_GAIN = 0.97  # of a step's time; less may be chance
 
 
 @dataclass
@@ -19,12 +19,13 @@ class Timing:
 
     The share moves towards the one with which both would have been done together at the rates just seen. It does so for
     ever: host and device share one memory, so each is faster when the other has less to do, and other work comes and
-    goes on the host. For the same reason the device alone may be done sooner than both together, where the host's
-    memory has nothing to spare: that is tried now and then.
+    goes on the host. For the same reason whole steps may be shorter with the device alone, where the host's memory has
+    nothing to spare: that is tried now and then, and what it is judged by is the time from update to update. The
+    device's own seconds would not do: what else is on the bus waits for it.
 
     >>> timing = Timing(0.55)
     >>> for _ in range(5):  # the host has 2 of 6 parts of the speed
-    ...     timing.tune(timing.device_share)
+    ...     timing.tune(timing.device_share, now=0.0)
     ...     timing.host_seconds, timing.device_seconds = (1 - timing.device_share) / 2, timing.device_share / 4
     >>> round(timing.together, 3), timing.device_share
     (0.667, 1.0)
@@ -45,12 +46,14 @@ class Timing:
     together: float = field(init=False)
     """The share with which both are done at the same time."""
     _started: float = 0.0
+    _before: float | None = None  # when the last update was submitted
+    _stays_alone: bool = False  # between trials
     _took: dict[bool, deque[float]] = field(init=False, repr=False)
-    """By whether the device was alone: seconds of the last updates."""
+    """By whether the device was alone: seconds of the last steps, each from update to update."""
 
     def __post_init__(self) -> None:
         self.together = self.device_share
-        self._took = {is_alone: deque(maxlen=2) for is_alone in (False, True)}
+        self._took = {is_alone: deque(maxlen=len(_TRIALS)) for is_alone in (False, True)}
 
     def begin(self) -> None:
         self._started = time.perf_counter()
@@ -62,21 +65,24 @@ class Timing:
     def end_of_disk(self) -> None:
         self.disk_seconds = time.perf_counter() - self._started
 
-    def tune(self, ran_with: float | None) -> None:
+    def tune(self, ran_with: float | None, now: float | None = None) -> None:
         """Before an update; `ran_with`: the share of the one before."""
+        now = time.perf_counter() if now is None else now
+        took, self._before = None if self._before is None else now - self._before, now
         self.steps += 1
-        if self.steps <= 2 or ran_with is None:  # the first update makes kernels and faults memory in
+        if self.steps <= 2 or ran_with is None or took is None:  # the first makes kernels and faults memory in
             return
         if not 0 < self.together < 1:
             return  # one of them has nothing to do, and somebody wants it so
-        is_alone = ran_with == 1
+        is_alone, place = ran_with == 1, self.steps % _PERIOD
         if is_alone and not self.device_seconds:
             return  # nothing of what streams had a gradient
-        self._took[is_alone].append(self.device_seconds if is_alone else max(self.host_seconds, self.device_seconds))
+        self._took[is_alone].append(took)
         if not is_alone and min(self.host_seconds, self.device_seconds) > 0:
             self._move(ran_with)
-        is_trial = self.steps % _PERIOD in _TRIALS
-        self.device_share = 1.0 if self._alone_is_faster != is_trial else self.together
+        if place == _TRIALS[-1] + 2:  # what was dealt for the last of them has run
+            self._stays_alone = self._alone_is_faster
+        self.device_share = 1.0 if self._stays_alone != (place in _TRIALS) else self.together
 
     def _move(self, ran_with: float) -> None:
         host_rate, device_rate = (1 - ran_with) / self.host_seconds, ran_with / self.device_seconds
@@ -87,6 +93,6 @@ class Timing:
 
     @property
     def _alone_is_faster(self) -> bool:
-        """By the better of two each: what disturbs an update only makes it longer."""
+        """By the better of two each: what disturbs a step only makes it longer."""
         both, alone = (min(self._took[is_alone], default=None) for is_alone in (False, True))
         return both is not None and alone is not None and alone < _CLEAR_GAIN * both
