@@ -1,17 +1,19 @@
-"""Times in `zerofold bench plan`: what is measured before any run that a prediction is compared with, and the runs.
+"""Times in `zerofold bench plan`: what a prediction is made from, and the runs that it is compared with.
 
-Beforehand, in the same process: what the device reaches with large products, large copies and tiny kernels; and what
-the host takes to launch a step of the model as it was prepared, with `PROBED` samples, with and without recomputation.
-Nothing of the runs that follow, which have other batches, goes into a prediction.
+In the same process: what the device reaches with large products, large copies and tiny kernels; and what the host takes
+to launch a step of the model as it was prepared, with `PROBED` samples, with and without recomputation. A machine that
+others use as well is slower for seconds at a time, so these steps and those of the runs that are predicted take turns.
+Nothing of the runs, which have other batches, goes into a prediction.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +27,10 @@ from zerofold.plan.shape import Launching
 
 PROBED = 1
 """Samples of the steps that tell what the host takes. No run that is compared may have as many."""
-TIMED_STEPS = 10
+TURNS, STEPS = 4, 4
+"""Of a prediction's steps and of each run's, the fastest counts: so many steps in so many turns."""
 _REPEATS = 10  # of what a rate is the fastest of
-_LONGEST = 12  # kernels that a profile names
+_LONGEST = 16  # kernels that a profile names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,24 +50,50 @@ def _loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return loss
 
 
-def measure_launching(
+class Times(NamedTuple):
+    launching: list[Launching]
+    """With and without recomputation, as far as runs have it."""
+    seconds: dict[Run, float]
+    """Of a step of each run."""
+
+
+def time_in_turns(
     model: PlanModel,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    runs: list[Run],
+    runs: Sequence[Run],
     device: torch.device,
-) -> Iterator[Launching]:
-    """Of a prepared model, with and without recomputation as far as runs have it."""
+) -> Times:
+    """Of a prepared model."""
+    launching, seconds = dict[bool, Launching](), dict.fromkeys(runs, math.inf)
     with device:
-        batch = model.batch(PROBED)
-    step = Step(partial(_loss, module, batch), optimizer.step, optimizer.zero_grad)
-    for checkpointing in dict.fromkeys(run.checkpointing for run in runs):
-        model.set_checkpointing(module, checkpointing)
-        yield probe(step, device, samples=PROBED, checkpoint_every=int(checkpointing))
+        batches = {samples: model.batch(samples) for samples in (PROBED, *(run.batch for run in runs))}
+
+    def step(samples: int) -> Step:
+        return Step(partial(_loss, module, batches[samples]), optimizer.step, optimizer.zero_grad)
+
+    for _ in range(TURNS):
+        for again in dict.fromkeys(run.checkpointing for run in runs):
+            model.set_checkpointing(module, again)
+            found = probe(step(PROBED), device, samples=PROBED, checkpoint_every=int(again), steps=STEPS)
+            launching[again] = min(found, launching.get(again, found), key=lambda each: each.seconds)
+            for run in (run for run in runs if run.checkpointing == again):
+                whole = partial(take_whole, step(run.batch))
+                whole()  # the step before had another shape
+                seconds[run] = min(seconds[run], *(timed(whole, device) for _ in range(STEPS)))
+    return Times(list(launching.values()), seconds)
 
 
-_AWAKE_SECONDS = 1.0
-"""A GPU that had nothing to do for a while begins with slow clocks: half of its rates were measured so."""
+def take_whole(step: Step) -> None:
+    step.forward().backward()
+    step.update()
+    step.clear()
+
+
+_AWAKE_SECONDS, _PAUSE = 0.5, 0.005
+"""A GPU that had nothing to do for a while begins with slow clocks: half of its rates were measured so. One that does
+nothing but large products for a second has to slow down again: 586e12 flops were measured so, where the products of a
+model's step had 800e12. So it works, and pauses."""
 
 
 def measure_rates(device: torch.device, precision: str) -> Rates:
@@ -72,10 +101,15 @@ def measure_rates(device: torch.device, precision: str) -> Rates:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     width, elements = (8192, 2**28) if device.type == "cuda" else (512, 2**22)
     one, other = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
+
+    def multiply() -> float:
+        time.sleep(_PAUSE if device.type == "cuda" else 0)
+        return timed(lambda: one @ other, device)
+
     awake = time.perf_counter() + (_AWAKE_SECONDS if device.type == "cuda" else 0)
     while time.perf_counter() < awake:
-        timed(lambda: one @ other, device)
-    product = min(timed(lambda: one @ other, device) for _ in range(_REPEATS))
+        multiply()
+    product = min(multiply() for _ in range(_REPEATS))
     source = torch.empty(elements, device=device, dtype=dtype)
     target = torch.empty_like(source)
     copied = min(timed(lambda: target.copy_(source), device) for _ in range(_REPEATS))
@@ -108,12 +142,7 @@ def busy(model: str, run: Run, step: Callable[[], object], device: torch.device)
         _wait(device)
     seconds = seconds_by_kernel(profiled.key_averages(), on_cuda=on_cuda)
     longest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:_LONGEST]
-    return Busy(
-        model=model,
-        run=run,
-        device_s=sum(seconds.values()),
-        kernels={name[:80]: seconds[name] for name in longest},
-    )
+    return Busy(model=model, run=run, device_s=sum(seconds.values()), kernels={name: seconds[name] for name in longest})
 
 
 def seconds_by_kernel(events: Iterable[Any], *, on_cuda: bool) -> dict[str, float]:

@@ -19,7 +19,7 @@ from zerofold.bench.memory import make_finite
 from zerofold.bench.meters import Meter, meter_on
 from zerofold.bench.plan_models import PlanModel, plan_model
 from zerofold.bench.plan_predicted import BUFFER_BYTES, Failed, Rates, Run
-from zerofold.bench.plan_timing import TIMED_STEPS, Busy, busy, measure_launching, measure_rates, timed
+from zerofold.bench.plan_timing import Busy, busy, measure_rates, time_in_turns
 from zerofold.launch import one_line
 from zerofold.plan.shape import Launching, ModelShape
 from zerofold.plan.tracing import trace
@@ -56,7 +56,7 @@ class Measured:
 
 
 News = Rates | Launching | Measured | Busy
-"""What is measured: rates and launching before what they predict."""
+"""What is measured: rates and launching are told before the runs that they predict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def _trace(model: PlanModel, device: str, precision: str) -> ModelShape:
 
 
 def measure_model(task: PlanTask) -> Iterator[News | Spent]:
-    """Every run of one model, as soon as it is known; before those that are timed, what their prediction needs. The
+    """Every run of one model, as soon as it is known; of those that are timed, what their prediction needs first. The
     model is built once for each row and number of ranks, and each of these begins with as little on the device as a new
     process would.
     """
@@ -185,10 +185,6 @@ def _train(
             buffer_bytes=BUFFER_BYTES[task.device],
         )
     timed_runs = [run for run in runs if task.times(run)]
-    if timed_runs:
-        with watch.on("launching"):
-            launched = list(measure_launching(model, module, optimizer, timed_runs, device))
-        yield from launched
     for run in runs:
         model.set_checkpointing(module, run.checkpointing)
         with device:
@@ -198,22 +194,23 @@ def _train(
         with watch.on("measured steps"), nullcontext() if meter is None else meter.measuring(_label(run)):
             for _ in range(MEASURED_STEPS):
                 _step(module, optimizer, batch, run.world)
-        spent = None
-        if run in timed_runs:
-            step = partial(_step, module, optimizer, batch, run.world)
-            with watch.on("timed steps"):
-                spent = min(timed(step, device) for _ in range(TIMED_STEPS))
-            del step
         del batch
-        yield Measured(run=run, peak_bytes=None, step_s=spent)
+        if run not in timed_runs:
+            yield Measured(run=run, peak_bytes=None, step_s=None)
+    if timed_runs:
+        with watch.on("timed steps"):
+            found = time_in_turns(model, module, optimizer, timed_runs, device)
+        yield from found.launching
+        for run, seconds in found.seconds.items():
+            yield Measured(run=run, peak_bytes=None, step_s=seconds)
     for run in timed_runs if task.profiles else ():  # at the end: a profiler that has run once may slow what follows
         model.set_checkpointing(module, run.checkpointing)
         with device:
             batch = model.batch(run.batch)
         with watch.on("profiles"):
-            found = busy(model.name, run, partial(_step, module, optimizer, batch, run.world), device)
+            profiled = busy(model.name, run, partial(_step, module, optimizer, batch, run.world), device)
         del batch
-        yield found
+        yield profiled
     if not optimizer.state:
         raise RuntimeError("the steps made no optimizer states, so there is nothing to measure")
     zf.close(module, gather=False)

@@ -37,7 +37,7 @@ class Step(NamedTuple):
     clear: Callable[[], object]
 
 
-def probe(step: Step, device: torch.device, *, samples: int, checkpoint_every: int) -> Launching:
+def probe(step: Step, device: torch.device, *, samples: int, checkpoint_every: int, steps: int = STEPS) -> Launching:
     """Takes some steps. The first two are not timed: they compile, learn orders, and make states and buffers.
 
     >>> model = torch.nn.Linear(4, 4)
@@ -52,9 +52,9 @@ def probe(step: Step, device: torch.device, *, samples: int, checkpoint_every: i
         _pass(step)
         waits = count()
     _finish(step, device)
-    taken = [_take(step, device) for _ in range(STEPS)]
-    fastest = min(taken, key=lambda each: each.forward + each.backward + each.update + each.clear)
-    return Launching(checkpoint_every=checkpoint_every, samples=samples, waits=waits, **fastest._asdict())
+    taken = [_take(step, device)._asdict() for _ in range(steps)]
+    found = [Launching(checkpoint_every=checkpoint_every, samples=samples, waits=waits, **each) for each in taken]
+    return min(found, key=lambda each: each.seconds)
 
 
 class _Taken(NamedTuple):

@@ -126,6 +126,11 @@ class Launching:
     def passes(self) -> float:
         return self.forward + self.backward
 
+    @property
+    def seconds(self) -> float:
+        """Of the host for the whole step."""
+        return self.passes + self.update + self.clear
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
