@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from zerofold.optim.away import on_host
 from zerofold.optim.away.chunks import Piece, Scaling
 from zerofold.optim.away.updates import Timing
 from zerofold.optim.host_pool import HostPool
-from zerofold.optim.host_speed import host_candidates, measure_host_update
+from zerofold.optim.host_speed import HostSpeed, HostTrial, best_of, host_candidates, measure_host_update
 from zerofold.optim.host_worker import HostWorker
 from zerofold.optim.onepass import AdamSettings
 
@@ -112,6 +114,45 @@ def test_the_measured_choice_is_one_of_the_candidates_and_keeps_to_the_quota(mon
     monkeypatch.setattr("zerofold.optim.host_speed.usable_cores", lambda: 64)
     bound = [(threads, cores) for threads, cores in host_candidates() if cores is not None]
     assert [(threads, len(cores)) for threads, cores in bound] == [(32, 32)]
+
+
+def test_the_most_threads_of_those_that_are_fast_and_leave_the_caller_its_speed() -> None:
+    bound = frozenset([1, 2])
+
+    def best(*trials: tuple[int, frozenset[int] | None, float, float]) -> tuple[int, frozenset[int] | None]:
+        found = best_of([HostTrial(HostSpeed(threads, cores, rate), caller) for threads, cores, rate, caller in trials])
+        return found.threads, found.cores
+
+    assert best((12, None, 3.1e9, 90.0), (8, None, 3.3e9, 100.0), (6, None, 2.9e9, 100.0)) == (12, None)
+    assert best((12, None, 3.3e9, 70.0), (8, None, 3.3e9, 100.0)) == (8, None)  # the caller would be too slow
+    assert best((12, None, 2.9e9, 99.0), (8, None, 3.3e9, 100.0)) == (8, None)
+    assert best((2, None, 3.0e9, 99.0), (2, bound, 3.2e9, 99.0)) == (2, None)  # too little for threads that cannot move
+    assert best((2, None, 3.0e9, 99.0), (2, bound, 3.4e9, 99.0)) == (2, bound)
+    assert best((2, bound, 3.4e9, 99.0)) == (2, bound)
+
+
+def test_a_job_that_is_over_keeps_nothing() -> None:
+    """An update holds its jobs, and what a job does at its end holds the update: with it all gradients of a step."""
+
+    class Update:
+        jobs: tuple[object, ...] = ()
+
+        def sent(self) -> None:
+            pass
+
+    pool, update = HostPool(1), Update()
+    job = pool.submit([lambda: None], update.sent)
+    update.jobs = (job,)
+    job.wait()
+    watched = weakref.ref(update)
+    gc.disable()
+    try:
+        del update, job
+        pool.submit([], lambda: None).wait()  # the thread is through with the job
+        assert watched() is None
+    finally:
+        gc.enable()
+        pool.close()
 
 
 def _shares(steps: int, seconds: Callable[[int, float], tuple[float, float]], bus: float = 0.0) -> list[float]:

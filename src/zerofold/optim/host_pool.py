@@ -55,7 +55,8 @@ class PoolJob:
             self._left -= 1
             is_last = not self._left
         if is_last:
-            self._try(self._then)
+            then, self._then = self._then, _nothing  # which may hold who holds this job: a circle, and all in it
+            self._try(then)
             self._over.set_result(self.era.failure)
 
     def _try(self, work: Block) -> None:

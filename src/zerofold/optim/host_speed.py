@@ -23,6 +23,7 @@ ROUNDS = 3  # of each candidate, the fastest counts: what else runs on the machi
 CANDIDATE_SECONDS = 0.15  # no new round after that: a slow machine makes do with fewer
 CALLER_SHARE = 0.8  # of the speed that the calling thread can have; below it the GPU would wait for its kernels
 GOOD_SHARE = 0.9  # of the fastest
+BOUND_GAIN = 1.1  # over the fastest that is not: threads bound to cores cannot give way to others that come there
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,14 @@ def measure_host_update(elements: int = 2**25, *, candidates: Candidates | None 
     >>> speed.threads, speed.parameters_per_second > 0
     (1, True)
     """
-    trials = try_host_updates(elements, host_candidates() if candidates is None else candidates)
+    return best_of(try_host_updates(elements, host_candidates() if candidates is None else candidates))
+
+
+def best_of(trials: Sequence[HostTrial]) -> HostSpeed:
     enough = CALLER_SHARE * max(trial.caller_rate for trial in trials)
     speeds = [trial.speed for trial in trials if trial.caller_rate >= enough]
+    free = max((speed.parameters_per_second for speed in speeds if speed.cores is None), default=0.0)
+    speeds = [speed for speed in speeds if speed.cores is None or speed.parameters_per_second > BOUND_GAIN * free]
     fast = GOOD_SHARE * max(speed.parameters_per_second for speed in speeds)
     good = [speed for speed in speeds if speed.parameters_per_second >= fast]
     return max(good, key=lambda speed: (speed.threads, speed.parameters_per_second))

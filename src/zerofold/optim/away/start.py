@@ -18,9 +18,9 @@ from zerofold.placement import Tier
 
 FIRST_SHARE = 0.65  # of the elements go through the device, until steps have been timed
 SAFE_PART = 0.9  # of the device's memory
-SPARE_PART = 1 / 4  # of what is left of that, for gradients and chunks that are on the device between steps
+SPARE_PART = 1 / 5  # of what is left of that, for gradients and chunks that are on the device between steps
 FILLED_PART = 0.95  # instead of both, of a limit that "auto" is to fill
-MOST_AHEAD = 96  # chunks, 19.3 GB: about what the bus moves under a backward of half a second
+MOST_AHEAD = 64  # chunks, 12.9 GB; with 96 steps were no shorter
 FEW_AHEAD = 21  # where parameters are away as well: the device's memory is wanted for something else
 
 
@@ -29,17 +29,20 @@ class DeviceMemory(NamedTuple):
 
     peak: int
     held: int
+    reserved: int = 0
+    """At its peak: with what lies between blocks that are in use."""
 
     @staticmethod
     def now(device: torch.device) -> DeviceMemory:
         if device.type != "cuda":
             return DeviceMemory(0, 0)
-        return DeviceMemory(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device))
+        held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        return DeviceMemory(peak, held, torch.cuda.max_memory_reserved(device))
 
     def with_new_states(self, device: torch.device) -> DeviceMemory:
         """As a later step will find it: what was made since, moments for instance, stays."""
         made = max(0, DeviceMemory.now(device).held - self.held)
-        return DeviceMemory(self.peak + made, self.held + made)
+        return DeviceMemory(self.peak + made, self.held + made, self.reserved + made)
 
 
 def updates_of(engine: Engine, before: DeviceMemory | None) -> AwayUpdates:
@@ -51,7 +54,10 @@ def updates_of(engine: Engine, before: DeviceMemory | None) -> AwayUpdates:
             memory.arena.wait()  # copies from memory that is not pinned yet would be right, and slow
         used = (before or DeviceMemory.now(engine.device)).with_new_states(engine.device)
         _advise(engine, used)
-        found = engine.updates = AwayUpdates(engine.transfers, memory, engine.slabs(), _way(engine, used))
+        way = _way(engine, used)
+        if way.ahead or way.lasting:
+            torch.cuda.empty_cache()  # else its memory is cut out of large blocks that activations will want again
+        found = engine.updates = AwayUpdates(engine.transfers, memory, engine.slabs(), way)
     return found
 
 
@@ -104,7 +110,7 @@ def _room_on_device(engine: Engine, used: DeviceMemory) -> float:
     limit = device_memory(engine.device)
     limit = limit if wish.device_limit is None else min(limit, wish.device_limit)
     if wish.optimizer == AUTO:
-        return 0.0 if wish.device_limit is None else FILLED_PART * limit - used.peak
+        return 0.0 if wish.device_limit is None else FILLED_PART * limit - used.reserved
     return SPARE_PART * (SAFE_PART * limit - used.peak)
 
 
