@@ -113,6 +113,24 @@ def test_a_host_that_is_ahead_costs_its_update_alone() -> None:
     )
 
 
+def test_a_host_that_waits_in_every_block_loses_its_lead() -> None:
+    """With as much to do as the device, it is ahead of it in one kernel and behind in the next."""
+    alone = times(replace(LARGE, launched=(ran(),)), H200, Point(micro_batch=8))
+    equal = ran(forward=0.5 * alone.compute, backward=0.5 * alone.compute)
+    steps = [
+        times(replace(LARGE, launched=(replace(equal, waits=waits),)), H200, Point(micro_batch=8)).step
+        for waits in (0, 1, 28, 29, 64)
+    ]
+    over = [(step - alone.step) / alone.compute for step in steps]
+    assert over == pytest.approx([0.09, 0.09, 0.09, 0.19, 0.19], abs=0.005)
+
+
+def test_the_fastest_passes_and_the_fastest_update_may_be_of_two_steps() -> None:
+    one, other = ran(forward=1.0, backward=3.0, update=0.5, clear=0.25), ran(forward=2.0, backward=1.5, update=1.0)
+    for found in (one.fastest(other), other.fastest(one)):
+        assert found == ran(forward=2.0, backward=1.5, update=0.5, clear=0.25)
+
+
 def test_what_was_not_measured_is_counted_as_before() -> None:
     """Steps without recomputation tell nothing of those with it."""
     model = replace(SMALL, launched=(ran(forward=1.0),))

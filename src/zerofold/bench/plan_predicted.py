@@ -89,7 +89,7 @@ def step_time(shape: ModelShape, run: Run, precision: str, device: str, rates: R
     """`shape` with what the host was measured to take for it."""
     machine, point = machine_of(device, run.world, rates), point_of(run, precision, device)
     found, host = times(shape, machine, point), host_seconds(shape, machine, point)
-    of_host = {f"host_{name}": seconds for name, seconds in host._asdict().items()}
+    of_host = {f"host_{name}": getattr(host, name) for name in ("passes", "update", "clear")}
     return StepTime(found.step, {"compute": found.compute, "update": found.update, **found.exposed, **of_host})
 
 

@@ -21,6 +21,11 @@ BLOCK_OF_CUDA = 512
 """Bytes to a multiple of which torch's CUDA allocator rounds."""
 
 
+STRIDED = 2.2
+"""Times as long as for a row of numbers takes a GPU to go through numbers with gaps, or some of them again and again.
+Seen on one H200 in a mixture of experts: 51 GB in 27 ms where copies have 4.1 TB/s."""
+
+
 class Made(NamedTuple):
     """A storage came to be; `last` is the last dimension of the tensor it was made for."""
 
@@ -162,7 +167,9 @@ class Recorder(TorchDispatchMode):
         count = _formula(func)
         if count is not None:
             return Kernel(extra, float(count(*args, **kwargs, out_val=results)), 0, True)
-        return Kernel(extra, 0, sum(tensor.nbytes for tensor in (*inputs, *outputs)), True)
+        moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+        slower = STRIDED if self._device == "cuda" and _has_strides(func, inputs, outputs) else 1
+        return Kernel(extra, 0, slower * moved, True)
 
     def _follow(self, tensor: Tensor) -> None:
         storage, where = tensor.untyped_storage(), _where(tensor)
@@ -185,6 +192,15 @@ class Recorder(TorchDispatchMode):
 _ASK_FOR_VALUES = (aten._local_scalar_dense, aten.bincount, aten._grouped_mm, aten.all, aten.any)
 """Those that `Recorder._answer` knows something about."""
 _ONLY_ALLOCATE = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+
+
+def _has_strides(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """An operator on each number by itself whose tensors are not all as one long row."""
+    if torch.Tag.pointwise not in func.tags or not outputs:
+        return False
+    size = outputs[0].numel()
+    large = [tensor for tensor in (*inputs, *outputs) if tensor.numel() > 1]
+    return any(tensor.numel() != size or not tensor.is_contiguous() for tensor in large)
 
 
 def _where(tensor: Tensor) -> int:
