@@ -276,10 +276,11 @@ def sent_down(lasting: int) -> list[int]:
 def test_states_that_stay_go_down_when_somebody_looks(ranks: Any) -> None:
     (nothing_stays,) = ranks(1, sent_down, 0)
     (some_stay,) = ranks(1, sent_down, 18)
-    whole, rest = nothing_stays[0], some_stay[0]
+    whole, rest = nothing_stays[0], some_stay[3]
     assert nothing_stays == [whole] * 4 + [0, 0]
     assert 0 < rest < whole / 2
-    assert some_stay == [rest] * 4 + [whole - rest, 0]
+    assert some_stay == [whole, some_stay[1], rest, rest, whole - rest, 0]
+    assert rest < some_stay[1] < whole  # half of them stay from the second step on, the others from the third
 
 
 def begun_while_states_are_copied() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,13 +111,18 @@ def test_updates_early_and_of_states_that_stay_have_the_bits_of_others(
 ) -> None:
     place, chosen = PLACES[name] | {"device_share": 1.0, "threads": 2}, start._way
 
-    def choose(options: dict[str, Any]) -> None:
-        monkeypatch.setattr(start, "_way", lambda *given: replace(chosen(*given), **options))
+    def choose(**options: Any) -> None:
+        def way_of(*given: Any) -> Any:
+            more = iter([0, 10, 20])
+            filling = SimpleNamespace(more=lambda: next(more, 0)) if way == "lasting" else None
+            return replace(chosen(*given), filling=filling, **options)
 
-    choose({"ahead": 64, "early": True} if way == "early" else {"ahead": 0, "early": False, "lasting": 30})
+        monkeypatch.setattr(start, "_way", way_of)
+
+    choose(ahead=64 if way == "early" else 0, early=way == "early")
     early: list[float] = []
     found, watched = train(place, 6, clip=clip), train(place, 6, clip=clip, early=early)
-    choose({"ahead": 0, "early": False})
+    monkeypatch.setattr(start, "_way", lambda *given: replace(chosen(*given), ahead=0, early=False, filling=None))
     expected = train(place, 6, clip=clip)
     assert all(map(torch.equal, found, expected))
     assert all(map(torch.equal, watched, expected))

@@ -57,6 +57,16 @@ class FakeStream:
         return event
 
 
+class Filled:
+    """There is room for so many chunks, half of them in the second step, the others in the third."""
+
+    def __init__(self, chunks: int) -> None:
+        self._more = [0, chunks // 2, chunks - chunks // 2]
+
+    def more(self) -> int:
+        return self._more.pop(0) if self._more else 0
+
+
 @contextmanager
 def updated_through_the_device(
     share: float,
@@ -84,7 +94,8 @@ def updated_through_the_device(
             patch.setattr(torch.cuda, name, fake)
         options: dict[str, Any] = {"stage": 3, "precision": precision, "clip": clip, "one_pass": True}
         model, optimizer = prepared(place or {"optimizer": "host"}, **options)
-        engine, way = Engine.of(model), Way(2, None, share, tunes, ahead=ahead, early=early, lasting=lasting)
+        filling: Any = Filled(lasting) if lasting else None
+        engine, way = Engine.of(model), Way(2, None, share, tunes, ahead=ahead, early=early, filling=filling)
         transfers: Any = SimpleNamespace(device=CPU, is_async=True)
         engine.updates = AwayUpdates(transfers, engine.offloading.memory, engine.slabs(), way)
         yield model, optimizer
@@ -103,6 +114,21 @@ def places_that_differ() -> list[str]:
                 if not all(map(torch.equal, found, expected)):
                     wrong.append(f"{place}, share {share}, {ahead} ahead")
     return wrong
+
+
+def test_a_device_is_filled_by_halves_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot, used, emptied = slots.CHUNK * slots.BYTES, 100, []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: used * slot)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(used))
+    filling, found = slots.Filling(CPU, 140 * slot), []
+    for step in range(9):
+        used += 8 * (step == 1)  # the second takes more than the first
+        found.append(filling.more())
+        used += found[-1]
+    assert found == [0, 16, 8, 4, 2, 1, 0, 0, 0]
+    assert len(emptied) == 5  # so that they are not cut out of what activations left
+    used = 0
+    assert filling.more() == 0  # what a step happens to leave later is not taken
 
 
 def test_chunks_that_wait_on_the_device_are_those_on_the_host(ranks: Any) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor
 from zerofold.memory import Done
 from zerofold.optim.away.chunks import CHUNK
 
+BYTES = 3 * 4 + 2
+"""Of an element in a slot: its states, and the copy that forward computes with."""
+
 
 class IsDown(Done):
     """States that another thread sends down, when it comes to it."""
@@ -36,6 +39,30 @@ class IsDown(Done):
             return False
         self._event = self._going.result()
         return super().is_over
+
+
+class Filling:
+    """Lets more and more chunks stay on the device, until its memory is used up to a limit.
+
+    What a step takes, with all that lies unused between its blocks, shows when it is over. So the chunks of a step get
+    half of what the one before has left.
+    """
+
+    def __init__(self, device: torch.device, limit: int) -> None:
+        self._device, self._limit = device, limit
+        self._steps, self._is_full = 0, False
+
+    def more(self) -> int:
+        """Called in every step: for how many chunks there is room now."""
+        self._steps += 1
+        if self._is_full or self._steps == 1:  # only from then on gradients stay on the device
+            return 0
+        left = self._limit - torch.cuda.memory_reserved(self._device)
+        count = max(0, left // 2 // (CHUNK * BYTES))
+        if count:
+            torch.cuda.empty_cache()  # else their memory is cut out of large blocks that activations will want again
+        self._is_full = not count
+        return count
 
 
 class Slot:

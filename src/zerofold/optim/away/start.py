@@ -12,6 +12,7 @@ from zerofold.engine import Engine
 from zerofold.offload.budget import GIB, device_memory
 from zerofold.offload.wishes import AUTO
 from zerofold.optim.away.chunks import CHUNK
+from zerofold.optim.away.slots import BYTES, Filling
 from zerofold.optim.away.updates import AwayUpdates, Way
 from zerofold.optim.host_speed import HostSpeed, measure_host_update
 from zerofold.placement import Tier
@@ -54,10 +55,7 @@ def updates_of(engine: Engine, before: DeviceMemory | None) -> AwayUpdates:
             memory.arena.wait()  # copies from memory that is not pinned yet would be right, and slow
         used = (before or DeviceMemory.now(engine.device)).with_new_states(engine.device)
         _advise(engine, used)
-        way = _way(engine, used)
-        if way.ahead or way.lasting:
-            torch.cuda.empty_cache()  # else its memory is cut out of large blocks that activations will want again
-        found = engine.updates = AwayUpdates(engine.transfers, memory, engine.slabs(), way)
+        found = engine.updates = AwayUpdates(engine.transfers, memory, engine.slabs(), _way(engine, used))
     return found
 
 
@@ -92,7 +90,7 @@ def _way(engine: Engine, used: DeviceMemory) -> Way:
     if chunks < 1:
         return replace(way, keeps_gradients=keeps)
     if wish is not None and wish.optimizer == AUTO:  # free to choose: states that stay need not move
-        return replace(way, keeps_gradients=keeps, lasting=chunks)
+        return replace(way, keeps_gradients=keeps, filling=Filling(engine.device, int(room) + used.reserved))
     parameters_go_up = any(slab.is_away and slab.tiers.parameters is not Tier.DEVICE for slab in engine.slabs())
     ahead = min(chunks, FEW_AHEAD if parameters_go_up else MOST_AHEAD)
     alone = engine.groups.gather.size == 1 and engine.groups.across is None
@@ -115,8 +113,8 @@ def _room_on_device(engine: Engine, used: DeviceMemory) -> float:
 
 
 def _slot_bytes(*, gradient_stays: bool) -> int:
-    """Of a chunk: states, the copy for forward, and a gradient where that is not counted elsewhere."""
-    return CHUNK * (3 * 4 + 2 + (2 if gradient_stays else 0))
+    """Of a chunk, with its gradient where that is not counted elsewhere."""
+    return CHUNK * (BYTES + (2 if gradient_stays else 0))
 
 
 def _gradient_bytes(engine: Engine) -> int:

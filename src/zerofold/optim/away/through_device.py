@@ -58,15 +58,15 @@ class _Lasting(NamedTuple):
 class DeviceUpdate:
     """Runs in the thread of a worker; what goes down has another, so that neither direction waits for the other."""
 
-    def __init__(self, device: torch.device, up: Any, *, ahead: int = 0, lasting: int = 0) -> None:
-        """`ahead`: chunks that wait on the device for the next step, or whose old states do; `lasting`: the first
-        chunks of all, which stay there."""
-        self._device, self._up, self._ahead, self._most_lasting = device, up, ahead, lasting
+    def __init__(self, device: torch.device, up: Any, *, ahead: int = 0) -> None:
+        """`ahead`: chunks that wait on the device for the next step, or whose old states do."""
+        self._device, self._up, self._ahead = device, up, ahead
         self._kernel, self._copies, self._down = (torch.cuda.Stream(device) for _ in range(3))
-        self._slots = deque(Slot(device) for _ in range(SLOTS + ahead + lasting))  # free the longest first
+        self._slots = deque(Slot(device) for _ in range(SLOTS + ahead))  # free the longest first
         self._staged: dict[tuple[object, int, int], Slot] = {}
         self._early: dict[tuple[object, int, int], _Early] = {}
         self._lasting: dict[tuple[object, int, int], _Lasting] = {}
+        self._most_lasting = 0
         self.stood = 0  # elements of this step that were updated early
         # Of this step, as many as can wait for the next, without their gradients; and when each is down.
         self._first: list[tuple[Chunk, Done]] = []
@@ -82,10 +82,13 @@ class DeviceUpdate:
         kept += [each.slot for each in list(self._lasting.values())]
         return sum(slot.nbytes for slot in (*self._slots, *self._staged.values(), *kept))
 
-    def begin(self, changed: set[object]) -> None:
-        """What the step before has sent down may come up again now. `changed`: slabs that somebody else has changed."""
+    def begin(self, changed: set[object], more: Sequence[Slot] = ()) -> None:
+        """What the step before has sent down may come up again now. `changed`: slabs that somebody else has changed;
+        `more`: for as many chunks, which stay from now on."""
         torch.cuda.set_device(self._device)
         self._first, self._has_run, self.stood = [], False, 0
+        self._slots.extend(more)
+        self._most_lasting += len(more)
         for key in [key for key in self._staged if key[0] in changed]:
             self._slots.appendleft(self._staged.pop(key))
         for key in [key for key in self._lasting if key[0] in changed]:

@@ -28,6 +28,7 @@ from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of, c
 from zerofold.optim.away.early import EarlyUpdates, Upcoming, versions_of
 from zerofold.optim.away.from_disk import DiskUpdate
 from zerofold.optim.away.on_host import HostUpdate
+from zerofold.optim.away.slots import Filling, Slot
 from zerofold.optim.away.through_device import DeviceUpdate
 from zerofold.optim.away.timing import Timing
 from zerofold.optim.host_pool import HostPool, PoolJob
@@ -85,8 +86,8 @@ class Way:
     """Chunks for which the device has room between steps."""
     early: bool = False
     """They are updated under backward; else they wait for the next step."""
-    lasting: int = 0
-    """The first chunks of all, whose states stay on the device."""
+    filling: Filling | None = None
+    """How many of the first chunks of all have states that stay on the device."""
 
 
 class AwayUpdates:
@@ -104,7 +105,7 @@ class AwayUpdates:
         trained = [slab for slab in slabs if slab.requires_grad and slab.is_away]
         self._streaming = [slab for slab in trained if slab.tier is Tier.HOST and _can_stream(slab)]
         if way.device_share > 0 and self._streaming:
-            self._through = DeviceUpdate(device, up, ahead=way.ahead, lasting=way.lasting)
+            self._through = DeviceUpdate(device, up, ahead=way.ahead)
             self._device_worker = HostWorker(1, None)
             if way.early:
                 self._early = EarlyUpdates(self._through, self._device_worker, self._streaming, way.ahead)
@@ -115,7 +116,8 @@ class AwayUpdates:
         self._last: list[Job | PoolJob] = []
         self._timing = Timing(way.device_share if self._through is not None else 0.0)
         self._keeps_gradients = way.keeps_gradients
-        self._special = [*([] if self._early is None else self._early.slabs), *self._first_slabs(way.lasting)]
+        self._lasting = 0  # chunks
+        self._special = [] if self._early is None else self._early.slabs
         self._dealt_for: float | None = None  # the share by which parameters stream now
         self._ran_with: float | None = None  # that of the last update
         self._deal()
@@ -133,18 +135,19 @@ class AwayUpdates:
         """`work` in the order in which the slabs are needed; `upcoming`: what the next step would do to a slab. Returns
         at once."""
         self.finish_last()
+        slots = self._more_slots()
         if self._up is not None:  # what it sends and overwrites is behind what the model is computing
             self._up.wait_stream(torch.cuda.current_stream(self._device))
         if self.way.tunes:
             self._timing.tune(self._ran_with)
         self._timing.begin()
-        self._ran_with = self._dealt_for
+        self._ran_with, self._dealt_for = self._dealt_for, None if slots else self._dealt_for
         through, on_disk = self._through, list[tuple[Chunk, SlabUpdate]]()
         if through is not None:
             changed: set[object] = {slab for slab, _, _ in work if self._versions.get(slab) != versions_of(slab)}
             if self._early is not None:
                 self._last += self._early.begin_step(scaling, upcoming)
-            self._last.append(self._device_worker.submit(partial(through.begin, changed)))
+            self._last.append(self._device_worker.submit(partial(through.begin, changed, slots)))
         for slab, pieces, moments in work:  # the first is under way while the others are prepared
             update = self._announce(slab)
             gradients = slab.gradients
@@ -204,15 +207,19 @@ class AwayUpdates:
             if isinstance(slab.gradients, AwayGradients) and (self._keeps_gradients or slab in special):
                 slab.gradients.staying = slab.streamed
 
-    def _first_slabs(self, chunks: int) -> list[Slab]:
-        """Those that have the first so many chunks."""
-        found = []
+    def _more_slots(self) -> list[Slot]:
+        """For chunks that stay from now on. Their slabs stream whole."""
+        if self.way.filling is None or self._through is None:
+            return []
+        slots = [Slot(self._device) for _ in range(self.way.filling.more())]
+        self._lasting += len(slots)
+        self._special, chunks = [], self._lasting
         for slab in self._streaming:
             if chunks <= 0:
                 break
-            found.append(slab)
+            self._special.append(slab)
             chunks -= count_of_chunks(slab)
-        return found
+        return slots
 
     def finish(self) -> None:
         """Returns when all states are what the last step makes of them, where they live; raises what went wrong on the
@@ -220,7 +227,7 @@ class AwayUpdates:
         if self._early is not None:
             self._early.take_back()
         self.finish_last()
-        if self._through is not None and self.way.lasting:
+        if self._through is not None and self._lasting:
             self._device_worker.submit(self._through.bring_down).wait()
 
     def finish_last(self) -> None:
