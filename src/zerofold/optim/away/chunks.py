@@ -125,32 +125,61 @@ class Chunk:
 Groups = list[tuple[AdamSettings, list[AdamTensors]]]
 
 
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Parameters of a slab that are next to each other and go the same way. Its chunks are made when their turn comes:
+    all those of a step at once are thousands of objects, for which Python's garbage collector stops every thread."""
+
+    slab: Slab
+    start: int
+    stop: int
+    pieces: Sequence[Piece]
+    states: tuple[Tensor, ...]  # of the shard
+    copy: Tensor | None
+    scaling: Scaling
+    arrived: Done
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def streams(self) -> bool:
+        return self.pieces[0].streams
+
+    def chunks(self) -> Iterator[Chunk]:
+        """In the order of the shard; only those in which something changes."""
+        for start in range(self.start, self.stop, CHUNK):
+            stop = min(start + CHUNK, self.stop)
+            inside = tuple(part for piece in self.pieces if (part := piece.within(start, stop)) is not None)
+            if inside:
+                master, exp_avg, exp_avg_sq = (tensor[start:stop] for tensor in self.states)
+                own = None if self.copy is None else self.copy[start:stop]
+                states = (master, exp_avg, exp_avg_sq)
+                yield Chunk(self.slab, start, stop, inside, states, own, self.scaling, self.arrived)
+
+
+def runs_of(
+    slab: Slab, pieces: Sequence[Piece], moments: tuple[Tensor, Tensor], scaling: Scaling, arrived: Done
+) -> list[Run]:
+    """In the order of the shard. Where a file is read in pages from its beginning, all of it is one."""
+    # `.data` has a version counter of its own: the update under way does not look like somebody's change.
+    states = tuple(tensor.data for tensor in (slab.master, *moments))
+    copy = None if slab.copy_of_shard is None else slab.copy_of_shard.data
+    if slab.tier is Tier.NVME:
+        return [Run(slab, 0, slab.master.numel(), pieces, states, copy, scaling, arrived)]
+    ordered = sorted(pieces, key=lambda piece: piece.start)
+    runs = [list(run) for _, run in groupby(ordered, key=lambda piece: piece.streams)]
+    return [Run(slab, run[0].start, run[-1].stop, run, states, copy, scaling, arrived) for run in runs]
+
+
 def chunks_of(
     slab: Slab, pieces: Sequence[Piece], moments: tuple[Tensor, Tensor], scaling: Scaling, arrived: Done
 ) -> Iterator[Chunk]:
-    """In the order of the shard; only those in which something changes, and in one way."""
-    # `.data` has a version counter of its own: the update under way does not look like somebody's change.
-    states = [tensor.data for tensor in (slab.master, *moments)]
-    copy = slab.copy_of_shard
-    for first, last in _ranges(pieces, slab.master.numel(), whole=slab.tier is Tier.NVME):
-        for start in range(first, last, CHUNK):
-            stop = min(start + CHUNK, last)
-            inside = tuple(part for piece in pieces if (part := piece.within(start, stop)) is not None)
-            if inside:
-                master, exp_avg, exp_avg_sq = (tensor[start:stop] for tensor in states)
-                own = None if copy is None else copy.data[start:stop]
-                yield Chunk(slab, start, stop, inside, (master, exp_avg, exp_avg_sq), own, scaling, arrived)
+    for run in runs_of(slab, pieces, moments, scaling, arrived):
+        yield from run.chunks()
 
 
 def count_of_chunks(slab: Slab) -> int:
     """Where all of it goes the same way."""
     return -(-slab.master.numel() // CHUNK)
-
-
-def _ranges(pieces: Sequence[Piece], size: int, *, whole: bool) -> list[tuple[int, int]]:
-    """Of the shard, each with pieces of one kind; whole, where a file is read in pages from its beginning."""
-    if whole:
-        return [(0, size)]
-    ordered = sorted(pieces, key=lambda piece: piece.start)
-    runs = [list(run) for _, run in groupby(ordered, key=lambda piece: piece.streams)]
-    return [(run[0].start, run[-1].stop) for run in runs]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zerofold.gradients_away import AwayGradients
 from zerofold.memory import Done, TierMemory, Transfers
-from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of, count_of_chunks
+from zerofold.optim.away.chunks import Chunk, Ends, Piece, Run, Scaling, count_of_chunks, runs_of
 from zerofold.optim.away.early import EarlyUpdates, Upcoming, versions_of
 from zerofold.optim.away.from_disk import DiskUpdate
 from zerofold.optim.away.on_host import HostUpdate
@@ -152,17 +152,15 @@ class AwayUpdates:
             update = self._announce(slab)
             gradients = slab.gradients
             arrived = gradients.landed if isinstance(gradients, AwayGradients) else Done()
-            chunks = chunks_of(slab, pieces, moments, scaling, arrived)
-            if slab.tier is Tier.NVME:
-                on_disk += [(chunk, update) for chunk in chunks]
-                continue
-            for chunk in chunks:
-                if through is not None and chunk.streams:
-                    self._timing.device_elements += chunk.size
-                    update.jobs.append(self._device_worker.submit(_through(through, chunk, update)))
+            for run in runs_of(slab, pieces, moments, scaling, arrived):
+                if slab.tier is Tier.NVME:
+                    on_disk += [(chunk, update) for chunk in run.chunks()]
+                elif through is not None and run.streams:
+                    self._timing.device_elements += run.size
+                    update.jobs.append(self._device_worker.submit(_through(through, run, update)))
                 else:
-                    self._timing.host_elements += chunk.size
-                    update.jobs.append(self._host.submit(chunk, chunk.states, update.sent))
+                    self._timing.host_elements += run.size
+                    update.jobs += [self._host.submit(chunk, chunk.states, update.sent) for chunk in run.chunks()]
         self._submit_from_disk(on_disk)
         if through is not None:
             stages = self._early is None or self._early.is_paused
@@ -252,6 +250,7 @@ class AwayUpdates:
         timing = self._timing
         return {
             "host_threads": float(self.way.threads),
+            "bound_cores": float(len(self.way.cores or ())),
             "device_share": timing.device_share,
             "host_elements": float(timing.host_elements),
             "host_seconds": timing.host_seconds,
@@ -317,8 +316,12 @@ def _can_stream(slab: Slab) -> bool:
     return slab.dtypes.master is torch.float32 and slab.home.precision.moments is torch.float32
 
 
-def _through(device: DeviceUpdate, chunk: Chunk, update: SlabUpdate) -> Callable[[], None]:
-    return lambda: update.ends.append(device.run(chunk))
+def _through(device: DeviceUpdate, run: Run, update: SlabUpdate) -> Callable[[], None]:
+    def work() -> None:
+        for chunk in run.chunks():
+            update.ends.append(device.run(chunk))
+
+    return work
 
 
 def _end_of_disk(disk: DiskUpdate, timing: Timing) -> None:
