@@ -31,6 +31,7 @@ def test_a_tiny_model_takes_the_bytes_that_were_told(tmp_path: Path) -> None:
     assert abs(told["working memory, traced"]["off"]) < 0.05 < abs(told["working memory, formula"]["off"])
     peaks = {row["way"]: row["peak_bytes"] for row in found["ways"]}
     assert peaks["logits"] > 2 * peaks["device"] > 2 * peaks["host"]
+    assert all(abs(row["off"]) < 0.02 for row in found["ways"])  # a contiguous block stays until the step is over
     assert all(row["step_s"] is None for row in found["ways"])  # a profiler slows the CPU
 
 

@@ -384,3 +384,20 @@ def test_checkpoints_off_the_device_of_a_traced_model(every: int) -> None:
     assert away.device["activation checkpoints"] == GROUPS_ON_DEVICE * one
     assert GROUPS_ON_DEVICE == AT_ONCE  # what the store does
     assert here.device_peak - away.device_peak == pytest.approx((groups - 2) * one, rel=0.02)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_contiguous_block_of_checkpoints_stays_when_they_have_gone(every: int) -> None:
+    """Where the peak is at the end of backward, with all gradients there, it is higher by the block; else no higher."""
+    numbers = GPTNumbers(layers=8, hidden=256, heads=4, vocab=512, seq=512)
+    model, machine = from_numbers(numbers), preset("H200", devices=1)
+    for samples, is_late in ((1, True), (64, False)):
+        point = Point(stage="3", checkpoint_every=every, micro_batch=samples)
+        plain, block = (memory(model, machine, replace(point, contiguous_checkpoints=is_on)) for is_on in (False, True))
+        kept = block.device["activation checkpoints"]
+        assert kept == plain.device["activation checkpoints"] == numbers.paper(samples, every).activation_checkpoints
+        grown = block.device_peak - plain.device_peak
+        assert (0.5 * kept < grown <= kept) if is_late else (0 <= grown < 0.5 * kept), grown / kept
+        assert block.reserve < plain.reserve
+    with pytest.raises(ValueError, match="contiguous_checkpoints is about inputs of checkpointed blocks on the device"):
+        zf.plan(params=1e9, keep="host", contiguous_checkpoints=True)

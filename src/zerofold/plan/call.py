@@ -58,6 +58,7 @@ def plan(
     flash: bool = True,
     group: int = 0,
     contiguous_gradients: bool = False,
+    contiguous_checkpoints: bool = False,
     device_memory: int | None = None,
     host_memory: int | None = None,
     disk: int | None = None,
@@ -76,6 +77,8 @@ def plan(
     tensor        ranks that share the inside of every layer; sequence_parallel: norms too; loss_parallel: logits too
     contiguous_gradients
                   as `zf.prepare` takes it: gradients in one block, in forward too
+    contiguous_checkpoints
+                  `contiguous=True` of `zf.checkpoint_blocks`: those inputs in one block of the device, which stays
     pipeline      ranks that follow each other, with `accumulate` micro-batches by a schedule: "gpipe", "1f1b",
                   "interleaved" or "zero_bubble" (in `chunks` of blocks a rank), "zbv"
     run           takes some steps of a config's or function's model here, for what they take the host; the machine must
@@ -121,6 +124,7 @@ def plan(
         precision=precision,
         group=group,
         contiguous_gradients=contiguous_gradients,
+        contiguous_checkpoints=contiguous_checkpoints,
     )
     _check_point(shape, fleet, wanted)
     if run:
@@ -150,6 +154,11 @@ def _check_point(model: ModelShape, machine: Machine, point: Point) -> None:
         raise ValueError(f"keep={point.checkpoints_on!r} is not known; choose {', '.join(tiers)}")
     if (point.checkpoints_on != Tier.DEVICE.value or point.partition) and not point.checkpoint_every:
         raise ValueError("keep and partition are about inputs of checkpointed blocks; add checkpoint_every=1")
+    if point.contiguous_checkpoints and (point.keeps_away or not point.checkpoint_every):
+        raise ValueError(
+            f"contiguous_checkpoints is about inputs of checkpointed blocks on the device, and here is "
+            f"checkpoint_every={point.checkpoint_every}, keep={point.checkpoints_on!r}; leave it out"
+        )
     if point.checkpoints_on == Tier.NVME.value and not machine.disk:
         raise ValueError("keep='nvme' needs a disk, and this machine has none; give disk=")
     for name, is_on in (

@@ -46,7 +46,8 @@ from zerofold.plan.states import Widths
 LIBRARY_WORKSPACES = 2 * 2**25
 """Of the matrix library on a GPU: one for the thread that runs forward, one for autograd's."""
 FRAGMENTATION = 0.08
-"""Of what comes and goes in a step: the allocator's blocks seldom fit each other. States stay, and leave no holes."""
+"""Of what comes and goes in a step: the allocator's blocks seldom fit each other. States stay, and leave no holes; nor
+does the block of checkpoints, where they have one."""
 
 LINES = (
     "parameters",
@@ -87,6 +88,8 @@ class Parts:
     fixed: int
     """Buffers and workspaces."""
     ring: int
+    block: int = 0
+    """Of inputs of checkpointed blocks, where they have one: it stays from step to step."""
     sums: int = 0
     """Whole gradients of a pipeline stage, until all of its micro-batches are through."""
 
@@ -148,13 +151,14 @@ def memory(
         gathered=gathered,
         fixed=buffers + workspaces + model.buffers,
         ring=ring,
+        block=checkpoints if point.keeps_a_block else 0,
         sums=sums,
     )
     init = _init_peak(units, ranks, widths, point, model, parts)
     instants = [*_instants(units, activity, parts, ranks, widths, point, by_gloo=by_gloo), Instant("init", init)]
     most = greatest(instant.nbytes for instant in instants)
     peak = next(instant for instant in instants if instant.nbytes == most)
-    comes_and_goes = gathered + buffers + most_local + alive
+    comes_and_goes = gathered + buffers + most_local + greatest((0, alive - parts.block))
     reserve = trunc(FRAGMENTATION * comes_and_goes)
     device = {
         "parameters": parts.parameters,
@@ -244,8 +248,8 @@ def _instants(
         if unit.shape.name == ROOT:
             first_root = False
     if parts.sums:  # parameters are let go of before
-        yield Instant("the reduction of the stage", base + parts.gradients + parts.sums)
-    yield Instant("step", base + parts.gradients + parts.ring)
+        yield Instant("the reduction of the stage", base + parts.block + parts.gradients + parts.sums)
+    yield Instant("step", base + parts.block + parts.gradients + parts.ring)
 
 
 def _local_at(moment: Moment, unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point, *, by_gloo: bool) -> int:
