@@ -87,8 +87,9 @@ class TrainOptions:
     """Batches of a rank that make a step."""
     global_batch: int | None = None
     """Sequences in a step, of all ranks: their batches times `accumulate`. Two of the three give the third."""
-    at_once: int = DEFAULT_BATCH
-    """Where only `global_batch` is given: the most sequences at a time on a rank."""
+    at_once: int | None = None
+    """Where only `global_batch` is given: the most sequences at a time on a rank; 8, or with keep="auto" as many as the
+    plan says."""
     lr: float = 3e-3
     seed: int = 0
     plain: bool = False
@@ -183,12 +184,21 @@ class TrainOptions:
         is_given = self.batch is not None or self.accumulate is not None
         return filled(self._shares(self.degrees.data_ranks(world)), self.pipeline, is_given=is_given)
 
+    @property
+    def leaves_batch_open(self) -> bool:
+        """The plan chooses how many sequences there are at a time: it has all it needs for that, and nobody else has
+        said it. A pipeline's micro-batches are as many as it needs, and states off the device have plans of their own.
+        """
+        asks = self.keep == AUTO and self.checkpoint_every > 0 and self.global_batch is not None
+        return asks and self.batch is None and self.accumulate is None and self.pipeline == 1 and self.offload is None
+
     def _shares(self, ranks: int) -> Shares:
         if self.global_batch is None:
             return Shares(self.batch or DEFAULT_BATCH, ranks, self.accumulate or 1)
         each = share(self.global_batch, ranks).micro
         if self.batch is None and self.accumulate is None:
-            return share(self.global_batch, ranks, max(n for n in range(1, self.at_once + 1) if each % n == 0))
+            most = self.at_once or DEFAULT_BATCH
+            return share(self.global_batch, ranks, max(n for n in range(1, most + 1) if each % n == 0))
         if self.batch is None:
             assert self.accumulate is not None
             if each % self.accumulate:
