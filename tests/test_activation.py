@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +338,31 @@ class Told(nn.Module):
         if store is not None:
             self.tiers |= {tier for tier, nbytes in store.nbytes.items() if nbytes}
         return x
+
+
+def test_number_checkpoints_takes_their_memory_with_the_first() -> None:
+    deepspeed_checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=5)
+    store, x = keeping().store, torch.ones(256, requires_grad=True)
+    assert store is not None
+    kept = [deepspeed_checkpointing.checkpoint(torch.exp, x * 1)]
+    assert store.arena_nbytes == 5 * x.nbytes
+    kept += [deepspeed_checkpointing.checkpoint(torch.exp, x * each) for each in range(4)]
+    assert store.arena_nbytes == store.nbytes["device"] == 5 * x.nbytes
+    torch.stack(kept).sum().backward()
+    deepspeed_checkpointing.configure()
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "non_reentrant_checkpoint"])
+def test_profile_says_what_each_checkpoint_took(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    deepspeed_checkpointing.configure(profile=True)
+    x = torch.ones(4, requires_grad=True)
+    result = getattr(deepspeed_checkpointing, name)(torch.exp, x * 2)
+    (forward,) = capsys.readouterr().out.splitlines()
+    result.sum().backward()
+    (backward,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"checkpoint of exp: \d+\.\d\d ms in forward", forward)
+    assert re.fullmatch(r"checkpoint of exp: \d+\.\d\d ms in backward, again", backward)
+    deepspeed_checkpointing.configure()
 
 
 def test_the_keys_of_deepspeed_say_where_inputs_wait(ranks: Any) -> None:
