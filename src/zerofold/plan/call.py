@@ -103,7 +103,7 @@ def plan(
 
     def make(length: int | None) -> ModelShape:
         numbers = Numbers(layers, hidden, heads, vocab, length)
-        return _model(model, params, numbers, function, precision, flash, (checkpoint_every,))
+        return _model(model, params, numbers, function, precision, flash, (checkpoint_every,), tensor)
 
     shape = make(seq)
     if fleet.disk and widths_of(precision).keeps_range:
@@ -252,6 +252,7 @@ def _model(
     precision: str,
     flash: bool,
     checkpoint_every: tuple[int, ...],
+    tensor: int,
 ) -> ModelShape:
     layers, hidden, heads, vocab, seq = numbers
     has_numbers = any(number is not None for number in (layers, hidden, heads))
@@ -284,6 +285,7 @@ def _model(
             precision=precision,
             flash=flash,
             checkpoint_every=checkpoint_every,
+            divisor=tensor,
         )
     if layers is None or hidden is None or heads is None:
         missing = [n for n, v in (("layers", layers), ("hidden", hidden), ("heads", heads)) if v is None]

@@ -69,7 +69,7 @@ class TrainOptions:
     """The folder for what goes to the disk."""
     checkpoint_every: int = 0
     """Blocks that are computed again in backward from one kept input; 0: everything is kept."""
-    keep: str = Tier.DEVICE.value
+    keep: str = AUTO
     """Where those inputs wait: device, host, or nvme, a file in `offload_path`; auto: wherever there is room."""
     tensor: int = 1
     """Ranks that share the inside of every layer."""
@@ -136,7 +136,7 @@ class TrainOptions:
         tiers = [*(tier.value for tier in Tier), AUTO]
         if self.keep not in tiers:
             raise ValueError(f"--keep {self.keep} is not known: use {', '.join(tiers)}")
-        if self.keep != Tier.DEVICE.value and not self.checkpoint_every:
+        if self.keep not in (Tier.DEVICE.value, AUTO) and not self.checkpoint_every:
             raise ValueError(f"--keep {self.keep} is about inputs of checkpointed blocks: add --checkpoint-every 1")
         if self.keep == Tier.NVME.value and self.offload_path is None:
             raise ValueError("--keep nvme needs a folder on the disk: add --offload-path DIR")
@@ -145,7 +145,8 @@ class TrainOptions:
     def offload_wish(self) -> dict[str, Any] | None:
         """As offload= of zf.prepare takes it."""
         if self.offload is None:
-            if self.offload_path is not None and self.keep not in (Tier.NVME.value, AUTO):
+            is_for_inputs = self.checkpoint_every and self.keep in (Tier.NVME.value, AUTO)
+            if self.offload_path is not None and not is_for_inputs:
                 raise ValueError(f"--offload-path {self.offload_path} says where, not what: add --offload nvme or auto")
             return None
         if self.offload == Tier.NVME.value and self.offload_path is None:
