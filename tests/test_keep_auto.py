@@ -100,6 +100,20 @@ def test_what_fits_no_other_way_and_what_fits_nowhere() -> None:
     assert bounded[:3] == (2, 32, "device")
 
 
+def test_tensor_ranks_keep_parts_where_the_bus_is_slow() -> None:
+    """Gathers over fast wires cost less than copies to the host, and less than smaller micro-batches."""
+    slow = replace(with_wires(200e9), to_host=Link(rate=1e8))
+    found = {
+        memory: choose_batching(GPT_13B, replace(slow, device_memory=memory * GIB), replace(POINT, tensor=2), 16)
+        for memory in (30, 80)
+    }
+    for memory, expected in ((30, ("device", True)), (80, ("device", False))):
+        batching = found[memory]
+        assert batching is not None
+        assert (batching.keep, batching.partition) == expected, batching.sentence
+        assert ("in parts on the device" in batching.sentence) == batching.partition
+
+
 def test_whoever_gives_the_samples_is_told_what_would_pay() -> None:
     """The micro-batch is the caller's: inputs stay where there is room, and the line says what larger ones would do."""
     several = replace(POINT, accumulate=16)

@@ -28,6 +28,8 @@ class Batching(NamedTuple):
     micro_batch: int
     accumulate: int
     keep: str
+    partition: bool
+    """Each tensor-parallel rank keeps its part (P_a)."""
     saved: float
     """Of a step's time, against the fastest with all inputs on the device; 0 where there is none."""
     sentence: str
@@ -56,8 +58,7 @@ def choose_batching(
         return None
     best = _fastest(fitting)
     here = [each for each in fitting if not each.point.keeps_away]
-    where = _WHERE[Tier(best.point.checkpoints_on)]
-    said = f"micro-batches of {_in_words(best)}, inputs of checkpointed blocks {where}"
+    said = f"micro-batches of {_in_words(best)}, inputs of checkpointed blocks {_where(best)}"
     saved = 0.0
     if not best.point.keeps_away:
         said += ": by the plan the fastest that fits"
@@ -65,26 +66,27 @@ def choose_batching(
         other = _fastest(here)
         saved = 1 - best.times.step / other.times.step
         said += (
-            f": it pays, by the plan a step is {100 * saved:.0f}% shorter than with all of them on the device, in "
+            f": it pays, by the plan a step is {100 * saved:.0f}% shorter than with all of them {_where(other)}, in "
             f"micro-batches of {_in_words(other)}"
         )
     else:
         least = min((each for each in tried if not each.point.keeps_away), key=lambda each: each.point.micro_batch)
         said += f": on the device not even {_in_words(least)} fit ({least.lacks})"
-    return Batching(best.point.micro_batch, best.point.accumulate, best.point.checkpoints_on, saved, said)
+    return Batching(
+        best.point.micro_batch, best.point.accumulate, best.point.checkpoints_on, best.point.keeps_parts, saved, said
+    )
 
 
 def _tried(model: ModelShape, machine: Machine, point: Point, samples: int, most: int | None) -> Iterator[Prediction]:
     places = [Tier.DEVICE, Tier.HOST] + ([Tier.NVME] if machine.disk else [])
+    kept = [replace(point, checkpoints_on=place.value) for place in places]
+    kept += [parts for parts in (replace(each, partition=True) for each in kept) if parts.keeps_parts]
     for micro_batch in divisors(samples):
         if most is not None and micro_batch > most:
             break
-        for place in places:
-            yield predict(
-                model,
-                machine,
-                replace(point, micro_batch=micro_batch, accumulate=samples // micro_batch, checkpoints_on=place.value),
-            )
+        for each in kept:
+            at = replace(each, micro_batch=micro_batch, accumulate=samples // micro_batch)
+            yield predict(model, machine, at)
 
 
 def _fastest(some: Sequence[Prediction]) -> Prediction:
@@ -94,3 +96,7 @@ def _fastest(some: Sequence[Prediction]) -> Prediction:
 
 def _in_words(found: Prediction) -> str:
     return f"{found.point.micro_batch} x {found.point.accumulate}"
+
+
+def _where(found: Prediction) -> str:
+    return f"{'in parts ' if found.point.keeps_parts else ''}{_WHERE[Tier(found.point.checkpoints_on)]}"

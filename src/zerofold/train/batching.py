@@ -35,7 +35,7 @@ def planned_batching(options: TrainOptions, shares: Shares, world: int, device: 
 
 def batched(shares: Shares, batching: Batching | None) -> Shares:
     """
-    >>> batched(Shares(8, 2, 4), Batching(16, 2, "host", 0.1, "it pays"))
+    >>> batched(Shares(8, 2, 4), Batching(16, 2, "host", False, 0.1, "it pays"))
     Shares(micro=16, ranks=2, accumulate=2)
     """
     if batching is None:

@@ -113,9 +113,7 @@ class Training:
         )
         self.checkpointing = None
         if options.checkpoint_every:
-            keep = options.keep if self.batching is None else self.batching.keep
-            path = options.offload_path if keep in ("nvme", "auto") else None
-            self.checkpointing = zf.checkpoint_blocks(self.model, options.checkpoint_every, keep=keep, path=path)
+            self.checkpointing = self.checkpointed(options.checkpoint_every)
         self.checkpoint: Path | None = None
         if self.is_to_resume():
             self.state = RunState(**zf.load(self.model, self.optimizer, options.checkpoints, data=self.samples))
@@ -134,6 +132,14 @@ class Training:
         )
         self.ending: list[str] = []
         """What rank 0 has to say of where the time went, when it is over."""
+
+    def checkpointed(self, every: int) -> zf.Checkpointing:
+        """Inputs wait where the options or the plan say. Only the plan asks tensor ranks for the gathers of parts."""
+        keep, in_parts = self.options.keep, self.options.keep == "auto"
+        if self.batching is not None:
+            keep, in_parts = self.batching.keep, self.batching.partition
+        path = self.options.offload_path if keep in ("nvme", "auto") else None
+        return zf.checkpoint_blocks(self.model, every, keep=keep, path=path, partition=self.mesh if in_parts else None)
 
     def workload(self) -> Workload:
         """As it was at the end: where inputs wait may have been chosen in between."""
