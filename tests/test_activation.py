@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -20,6 +21,7 @@ from models import Block, TinyGPT, batches, make_model
 from ranks import raised
 from zerofold.compat.activations import keeping
 from zerofold.compat.deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
+from zerofold.memory.disk import DiskError
 
 ROWS: list[int | str] = [0, 1, 2, 3, "dp", "hsdp", "hpz"]
 WAYS: dict[str, dict[str, Any]] = {
@@ -260,6 +262,21 @@ def test_an_exception_inside_a_block_leaves_no_memory_behind(how: dict[str, Any]
         assert sum(checkpointing.nbytes.values()) == 0
     model[2].fails = False
     model(x).sum().backward()
+    assert sum(checkpointing.nbytes.values()) == 0
+
+
+def test_after_an_error_of_the_disk_checkpoints_can_be_removed(tmp_path: Path) -> None:
+    """The graph of that forward goes in cycles with its traceback, of which whoever catches it need not know."""
+    (tmp_path / "file").touch()
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    checkpointing = zf.checkpoint_blocks(model, keep="nvme", path=tmp_path / "file")
+    gc.disable()
+    try:
+        with contextlib.suppress(DiskError):
+            model(torch.ones(8, 64, requires_grad=True))
+        checkpointing.remove()
+    finally:
+        gc.enable()
     assert sum(checkpointing.nbytes.values()) == 0
 
 

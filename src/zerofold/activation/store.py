@@ -10,6 +10,7 @@ read       [r1  ][r0  ]                    from a file: and those of the one bef
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -278,7 +279,10 @@ class CheckpointStore:
     def close(self) -> None:
         """Gives all memory back; no graph may need it any more."""
         self._resident.clear()
-        taken = 0 if self._shelf is None else sum(self._shelf.nbytes().values())
+        taken = self._taken()
+        if taken:
+            gc.collect()  # the graph of a forward that raised goes in cycles with its traceback
+            taken = self._taken()
         if taken:
             raise RuntimeError(
                 f"{taken} bytes of this store are kept for a backward that has not come: call it, or drop the loss"
@@ -286,6 +290,9 @@ class CheckpointStore:
         if self._shelf is not None:
             self._shelf.close()
             self._shelf = None
+
+    def _taken(self) -> int:
+        return 0 if self._shelf is None else sum(self._shelf.nbytes().values())
 
     @property
     def nbytes(self) -> dict[str, int]:
