@@ -150,8 +150,8 @@ def _what_pays(shape: ModelShape, machine: Machine, place: Point) -> str:
     if found is None or found.micro_batch == 1 or not found.saved:
         return ""
     return (
-        f"; {found.micro_batch} of these micro-batches in one (accumulate={found.accumulate}) would pay: with their "
-        f"inputs {_WHERE[found.keep]} a step would be {100 * found.saved:.0f}% shorter"
+        f"; {found.micro_batch} of these micro-batches in one (accumulate={found.accumulate}) would pay by the plan: "
+        f"with their inputs {_WHERE[found.keep]} a step would be {100 * found.saved:.0f}% shorter"
     )
 
 
