@@ -39,7 +39,7 @@ def test_a_tiny_model_takes_the_bytes_that_were_told(tmp_path: Path) -> None:
     ("way", "measured"), [("logits", 47.46), ("device", 46.45), ("contiguous", 48.89), ("host", 46.45)]
 )
 def test_the_plan_says_what_was_measured_on_an_h200(way: str, measured: float) -> None:
-    """To a thousandth, see docs/activation.md: in the last block of backward no other unit is fetched."""
+    """To a thousandth, see docs/activation.md. The plan was mended by these figures: this holds it there, no more."""
     size, how = SIZES["cuda"], WAYS[way]
     shape = traced(size, size.seq, "cuda", loss_tokens=LOSS_TOKENS["cuda"] if how.chunked else None)
     predicted = peak_bytes(shape, 8, how.keep, "cuda", contiguous=how.contiguous)
