@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from models import Block, TinyGPT, batches, make_model
 from ranks import raised
 from zerofold.compat.activations import keeping
 from zerofold.compat.deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
+from zerofold.memory.disk import DiskError
 
 ROWS: list[int | str] = [0, 1, 2, 3, "dp", "hsdp", "hpz"]
 WAYS: dict[str, dict[str, Any]] = {
@@ -262,6 +265,21 @@ def test_an_exception_inside_a_block_leaves_no_memory_behind(how: dict[str, Any]
     assert sum(checkpointing.nbytes.values()) == 0
 
 
+def test_after_an_error_of_the_disk_checkpoints_can_be_removed(tmp_path: Path) -> None:
+    """The graph of that forward goes in cycles with its traceback, of which whoever catches it need not know."""
+    (tmp_path / "file").touch()
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    checkpointing = zf.checkpoint_blocks(model, keep="nvme", path=tmp_path / "file")
+    gc.disable()
+    try:
+        with contextlib.suppress(DiskError):
+            model(torch.ones(8, 64, requires_grad=True))
+        checkpointing.remove()
+    finally:
+        gc.enable()
+    assert sum(checkpointing.nbytes.values()) == 0
+
+
 def test_names_copies_and_classes_stay() -> None:
     plain, model = make_model(layers=2), make_model(layers=2)
     checkpointing = zf.checkpoint_blocks(model, keep="host")
@@ -337,6 +355,31 @@ class Told(nn.Module):
         if store is not None:
             self.tiers |= {tier for tier, nbytes in store.nbytes.items() if nbytes}
         return x
+
+
+def test_number_checkpoints_takes_their_memory_with_the_first() -> None:
+    deepspeed_checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=5)
+    store, x = keeping().store, torch.ones(256, requires_grad=True)
+    assert store is not None
+    kept = [deepspeed_checkpointing.checkpoint(torch.exp, x * 1)]
+    assert store.arena_nbytes == 5 * x.nbytes
+    kept += [deepspeed_checkpointing.checkpoint(torch.exp, x * each) for each in range(4)]
+    assert store.arena_nbytes == store.nbytes["device"] == 5 * x.nbytes
+    torch.stack(kept).sum().backward()
+    deepspeed_checkpointing.configure()
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "non_reentrant_checkpoint"])
+def test_profile_says_what_each_checkpoint_took(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    deepspeed_checkpointing.configure(profile=True)
+    x = torch.ones(4, requires_grad=True)
+    result = getattr(deepspeed_checkpointing, name)(torch.exp, x * 2)
+    (forward,) = capsys.readouterr().out.splitlines()
+    result.sum().backward()
+    (backward,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"checkpoint of exp: \d+\.\d\d ms in forward", forward)
+    assert re.fullmatch(r"checkpoint of exp: \d+\.\d\d ms in backward, again", backward)
+    deepspeed_checkpointing.configure()
 
 
 def test_the_keys_of_deepspeed_say_where_inputs_wait(ranks: Any) -> None:

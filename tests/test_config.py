@@ -147,10 +147,10 @@ MUTATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"zero_optimization.offload_optimizer.ratio": 1.5}, ["1.5", "at most 1"]),
     # Still to come.
-    ({"tensor_parallel": {"autotp_size": 4}}, ['{"autotp_size": 4}', "still to come"]),
-    ({"pipeline": {"stages": 2}}, ['{"stages": 2}', "still to come"]),
-    ({"sequence_parallel_size": 2}, ["2", "still to come"]),
-    ({"seq_parallel_communication_data_type": "bf16"}, ['"bf16"', "still to come"]),
+    ({"tensor_parallel": {"autotp_size": 4}}, ['{"autotp_size": 4}', "mpu=zf.mesh(tensor=...)"]),
+    ({"pipeline": {"stages": 2}}, ['{"stages": 2}', "zf.pipeline with zf.prepare"]),
+    ({"sequence_parallel_size": 2}, ["2", "sequence_parallel=True"]),
+    ({"seq_parallel_communication_data_type": "bf16"}, ['"bf16"', "leave the key out"]),
     # Never.
     ({"amp": {"enabled": True}}, ['{"enabled": true}', "use bf16.enabled or fp16.enabled"]),
     ({"autotuning": {"enabled": True}}, ["use zerofold plan"]),

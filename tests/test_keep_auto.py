@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zerofold as zf
+from zerofold.plan.batching import choose_batching
 from zerofold.plan.keeping import Choice, Stream, choose
-from zerofold.plan.machine import GIB
+from zerofold.plan.machine import GIB, Link, Machine
 from zerofold.plan.point import Point
 from zerofold.plan.presets import preset
 from zerofold.plan.shape import UnitShape
+from zerofold.plan.transformer import from_parameters
+from zerofold.train.gpt import GPTConfig
+from zerofold.train.loop import Training
+from zerofold.train.options import TrainOptions
 
 H200 = preset("H200", devices=1)
 UNITS = [UnitShape(name="", trained=10**8), *(UnitShape(name=f"blocks.{i}", trained=10**8) for i in range(64))]
@@ -33,7 +39,7 @@ def stream(tokens: int, **more: int) -> Stream:
     [
         (2**13, H200, 1, ("device", False)),
         (2**17, H200, 1, ("host", False)),
-        (2**17, H200, 2, ("device", True)),
+        (3 * 2**15, H200, 2, ("device", True)),
         (2**18, H200, 2, ("host", True)),
         (2**17, replace(H200, host_memory=GIB, disk=10**13, disk_read=3e9, disk_write=3e9), 1, ("nvme", False)),
     ],
@@ -56,6 +62,68 @@ def test_a_slow_bus_is_in_the_sentence() -> None:
     fast, late = (choose(UNITS, stream(2**17), machine, POINT).sentence for machine in (H200, slow))
     assert fast.endswith("and 0% longer")
     assert int(late.rpartition(" and ")[2].split("%")[0]) > 10
+
+
+GPT_13B = from_parameters(13e9, seq=4096)
+EIGHT = preset("A100-80", devices=8)
+
+
+def with_wires(rate: float) -> Machine:
+    return replace(EIGHT, inside=Link(rate=rate))
+
+
+def test_larger_micro_batches_on_the_host_pay_where_the_wires_are_slow() -> None:
+    """Copies to the host cost less than the gathers and reductions that are saved; on fast wires nothing is saved."""
+    fast, slow = (choose_batching(GPT_13B, with_wires(rate), POINT, 64) for rate in (200e9, 1e9))
+    assert fast is not None
+    assert slow is not None
+    assert (fast.keep, fast.saved) == ("device", 0)
+    assert slow.keep == "host"
+    assert slow.micro_batch > fast.micro_batch
+    assert slow.saved > 0.2
+    assert "it pays, by the plan a step is" in slow.sentence
+    # A bus that is slower still takes more than it saves.
+    neither = choose_batching(GPT_13B, replace(with_wires(1e9), to_host=Link(rate=2e8)), POINT, 64)
+    assert neither is not None
+    assert neither.keep == "device"
+
+
+def test_what_fits_no_other_way_and_what_fits_nowhere() -> None:
+    small = replace(EIGHT, device_memory=30 * GIB)
+    found = choose_batching(GPT_13B, small, POINT, 4)
+    assert found is not None
+    assert found.keep == "host"
+    assert "on the device not even 1 x 4 fit (device memory" in found.sentence
+    assert choose_batching(GPT_13B, replace(small, device_memory=GIB), POINT, 4) is None
+    bounded = choose_batching(GPT_13B, with_wires(1e9), POINT, 64, most=2)
+    assert bounded is not None
+    assert bounded[:3] == (2, 32, "device")
+
+
+def test_tensor_ranks_keep_parts_where_the_bus_is_slow() -> None:
+    """Gathers over fast wires cost less than copies to the host, and less than smaller micro-batches."""
+    slow = replace(with_wires(200e9), to_host=Link(rate=1e8))
+    found = {
+        memory: choose_batching(GPT_13B, replace(slow, device_memory=memory * GIB), replace(POINT, tensor=2), 16)
+        for memory in (30, 80)
+    }
+    for memory, expected in ((30, ("device", True)), (80, ("device", False))):
+        batching = found[memory]
+        assert batching is not None
+        assert (batching.keep, batching.partition) == expected, batching.sentence
+        assert ("in parts on the device" in batching.sentence) == batching.partition
+
+
+def test_whoever_gives_the_samples_is_told_what_would_pay() -> None:
+    """The micro-batch is the caller's: inputs stay where there is room, and the line says what larger ones would do."""
+    several = replace(POINT, accumulate=16)
+    machine = replace(preset("H200", devices=8), inside=Link(rate=2e9))
+    found = choose(UNITS, stream(2**14), machine, several)
+    assert found.keep == "device"
+    assert "of these micro-batches in one (accumulate=" in found.sentence
+    assert "in host memory a step would be" in found.sentence
+    for quiet in (POINT, replace(several, accumulate=1)):
+        assert "pay" not in choose(UNITS, stream(2**14), machine, quiet).sentence
 
 
 class Net(nn.Module):
@@ -138,3 +206,25 @@ def test_a_budget_is_for_auto_alone() -> None:
         zf.checkpoint_blocks(Net(), keep="host", budget=5)
     with pytest.raises(ValueError, match='or "auto" of zf.checkpoint_blocks'):
         zf.checkpoint_blocks(Net(), keep="attic")
+
+
+def built(folder: str, batch: int | None) -> tuple[Any, str]:
+    """A run of `zerofold train` as it begins."""
+    torch.set_num_threads(1)
+    gpt = GPTConfig(layers=2, hidden=16, heads=2, seq=16)
+    options = TrainOptions(out=Path(folder), gpt=gpt, global_batch=24, batch=batch, checkpoint_every=1, keep="auto")
+    training = Training(options, dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    said = training.introduction()
+    training.recorded.close()
+    zf.close(training.model)
+    return training.shares, said
+
+
+def test_a_run_with_a_batch_of_its_step_alone_leaves_the_rest_to_the_plan(ranks: Any, tmp_path: Path) -> None:
+    """More than the 8 at a time that it took otherwise, and one line that says so; a batch that is given stays."""
+    for shares, said in ranks(2, built, str(tmp_path / "open"), None):
+        assert shares == (12, 2, 1)
+        assert said.startswith('keep="auto": micro-batches of 12 x 1, inputs of checkpointed blocks on the device: by')
+    for shares, said in ranks(2, built, str(tmp_path / "given"), 4):
+        assert shares == (4, 2, 3)
+        assert "micro-batches of" not in said

@@ -255,6 +255,67 @@ def by_deepspeeds_names() -> list[tuple[bool, bool]]:
     return found
 
 
+class Checkpoints(nn.Module):
+    """As scripts for DeepSpeed call it. Its MLP is known, and shared by tensor ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.mlps = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.kept = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for mlp in self.mlps:
+            x = x + deepspeed_checkpointing.checkpoint(mlp, x)
+        store = keeping().store
+        self.kept = 0 if store is None else store.nbytes["host"]
+        return x.square().mean()
+
+
+def by_a_config(tensor: int) -> tuple[list[float], int, tuple[int, ...]]:
+    """Losses of four steps of two samples, what was kept at most, and whose batch is what."""
+    torch.set_num_threads(1)
+    mesh = None if tensor == 1 else zf.mesh(tensor=tensor, device="cpu")
+    model = Checkpoints()
+    section = {"partition_activations": True, "cpu_checkpointing": True}
+    engine, _, loader, _ = zf.initialize(
+        model=model,
+        training_data=torch.utils.data.TensorDataset(torch.linspace(0, 1, 16 * 512 * 8).view(16, 512, 8)),
+        config={
+            "train_batch_size": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-4}},
+            "zero_optimization": {"stage": 3},
+            "activation_checkpointing": section,
+        },
+        mpu=mesh,
+    )
+    assert loader is not None
+    losses, most = [], 0
+    for (x,) in loader:
+        loss = engine(x)
+        most = max(most, model.kept)
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    found = engine.get_batch_info(), engine.dp_world_size
+    engine.destroy()
+    deepspeed_checkpointing.configure()
+    return losses, most, (*found[0], found[1])
+
+
+def test_a_mesh_given_to_initialize_cuts_layers_and_checkpoints(ranks: Any) -> None:
+    """Two tensor ranks of two data ranks train as two ranks alone do, and keep half of every input."""
+    (expected, whole, _), _ = ranks(2, by_a_config, 1)
+    for losses, kept, batch in ranks(4, by_a_config, 2):
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert kept == whole / 2 > 0
+        assert batch == (4, 2, 1, 2)
+
+
 def test_deepspeeds_keys_cut_inputs_too(ranks: Any) -> None:
     assert ranks(2, by_deepspeeds_names) == [[(True, True)] * 2] * 2
     with pytest.raises(ValueError, match="mpu_=object has neither get_tensor_model_parallel_group"):

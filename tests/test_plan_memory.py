@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerofold as zf
 from zerofold.activation.store import AT_ONCE
+from zerofold.bench.activation_plan import traced
 from zerofold.bench.gpt import GPT, Block, GPTSize
 from zerofold.engine import Engine
 from zerofold.memory.disk import PAGE
-from zerofold.plan.activities import GROUPS_ON_DEVICE
+from zerofold.placement import Tier, Tiers
+from zerofold.plan.activities import GROUPS_ON_DEVICE, activity_of
 from zerofold.plan.comparison import Parameter, lines, predicted_for
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Memory, Point
@@ -384,3 +386,41 @@ def test_checkpoints_off_the_device_of_a_traced_model(every: int) -> None:
     assert away.device["activation checkpoints"] == GROUPS_ON_DEVICE * one
     assert GROUPS_ON_DEVICE == AT_ONCE  # what the store does
     assert here.device_peak - away.device_peak == pytest.approx((groups - 2) * one, rel=0.02)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_contiguous_block_of_checkpoints_stays_when_they_have_gone(every: int) -> None:
+    """Where the peak is at the end of backward, with all gradients there, it is higher by the block; else no higher."""
+    numbers = GPTNumbers(layers=8, hidden=256, heads=4, vocab=512, seq=512)
+    model, machine = from_numbers(numbers), preset("H200", devices=1)
+    for samples, is_late in ((1, True), (64, False)):
+        point = Point(stage="3", checkpoint_every=every, micro_batch=samples)
+        plain, block = (memory(model, machine, replace(point, contiguous_checkpoints=is_on)) for is_on in (False, True))
+        kept = block.device["activation checkpoints"]
+        assert kept == plain.device["activation checkpoints"] == numbers.paper(samples, every).activation_checkpoints
+        grown = block.device_peak - plain.device_peak
+        assert (0.5 * kept < grown <= kept) if is_late else (0 <= grown < 0.5 * kept), grown / kept
+        assert block.reserve < plain.reserve
+    # Where the update of states from the host is the peak, the block is there too.
+    away = replace(point, micro_batch=16, tiers=Tiers(Tier.HOST, Tier.HOST))
+    plain, block = (memory(model, machine, replace(away, contiguous_checkpoints=is_on)) for is_on in (False, True))
+    assert plain.peak_at == block.peak_at == "step"
+    assert block.device_peak - plain.device_peak == block.device["activation checkpoints"]
+    with pytest.raises(ValueError, match="contiguous_checkpoints is about inputs of checkpointed blocks on the device"):
+        zf.plan(params=1e9, keep="host", contiguous_checkpoints=True)
+
+
+def test_of_a_traced_model_the_block_is_whole_in_every_moment() -> None:
+    """Before the first input is kept, and when the last has gone; so no block leaves less than it found."""
+    shape = traced(GPTSize(vocab=64, width=32, layers=4, heads=2, seq=16), 16, "cpu", loss_tokens=None)
+    plain, block = (
+        activity_of(shape, Point(checkpoint_every=1, contiguous_checkpoints=is_on)) for is_on in (False, True)
+    )
+    kept = plain.checkpoints.at(1)
+    assert kept == block.checkpoints.at(1) == 4 * 16 * 32 * 2
+    more = [after.alive.at(1) - before.alive.at(1) for before, after in zip(plain.moments, block.moments, strict=True)]
+    assert more[0] == more[-1] == kept
+    for before, after, grown in zip(plain.moments, block.moments, more, strict=True):
+        if shape.units[before.unit].name:
+            assert (before.growth.at(1), after.growth.at(1)) == (kept / 4, 0)
+            assert 0 <= grown < kept

@@ -210,3 +210,14 @@ def test_degrees_that_cannot_be_are_refused(given: dict[str, Any], said: str) ->
     with pytest.raises(ValueError) as caught:
         zf.plan(layers=16, hidden=1024, heads=16, world_size=8, **given)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("tensor", [2, 3])
+def test_a_number_of_parameters_alone_divides_by_any_tensor_degree(tensor: int) -> None:
+    """Its heads are made up, so they are made to fit; 7e9 has 33 otherwise. The calls to make are shown."""
+    found = zf.plan(params=7e9, world_size=tensor, tensor=tensor, keep="host", partition=True)
+    assert found.model.heads is not None
+    assert found.model.heads % tensor == 0
+    assert "zf.checkpoint_blocks(model, every=1, keep='host', partition=mesh)" in found.text()
+    section = {"partition_activations": True, "cpu_checkpointing": True}
+    assert found.ds_config["activation_checkpointing"] == section

@@ -16,6 +16,7 @@ from zerofold.compat.schedulers import make_scheduler
 from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.optim.cost import update_cost
 from zerofold.optim.probe import why_not_elementwise
+from zerofold.parallel.mesh import Mesh
 
 # They speak of what happens in a step, and without an engine there is nobody to tell.
 _OF_THE_ENGINE = (
@@ -55,12 +56,19 @@ def announce(settings: Settings, passed: torch.optim.Optimizer | None = None, *,
     print(*lines, sep="\n", flush=True)
 
 
-def shard_arguments(settings: Settings, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def shard_arguments(
+    settings: Settings, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None = None
+) -> dict[str, Any]:
     """For zf.shard; an optimizer that works on whole matrices only, as Muon does, gets whole parameters."""
+    if mesh is not None and settings.group is not None:
+        raise ConfigError(
+            f"groups of {settings.group} ranks (mics_shard_size, zero_hpz_partition_size) and a mesh are both given: "
+            "take the key out"
+        )
     found: dict[str, Any] = {
         "stage": settings.stage,
         "precision": settings.precision,
-        "mesh": _mesh(settings),
+        "mesh": _mesh(settings) if mesh is None else mesh,
         "buffer_bytes": settings.buffer_bytes,
         "overlap": settings.overlap,
     }

@@ -122,10 +122,18 @@ class Automatic:
 
 
 def machine_here(
-    device: torch.device, engine: Engine | None, *, path: str | os.PathLike[str] | None, budget: int | None
+    device: torch.device,
+    engine: Engine | None,
+    *,
+    path: str | os.PathLike[str] | None,
+    budget: int | None = None,
+    ranks: int = 1,
 ) -> Machine:
-    """The memories that are there, and the rates of a preset of such a device."""
-    ranks = 1 if engine is None else engine.groups.control.size
+    """The memories that are there, and the rates of a preset of such a device.
+
+    `ranks`: how many there are, where no engine knows it yet.
+    """
+    ranks = ranks if engine is None else engine.groups.control.size
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     host = host_memory().available
     if device.type == "cpu":

@@ -210,9 +210,14 @@ class DiskShelf(HostShelf):
 
 
 def make_shelf(
-    tier: Tier, device: torch.device, folder: str | os.PathLike[str] | None, *, is_shared: bool = False
+    tier: Tier,
+    device: torch.device,
+    folder: str | os.PathLike[str] | None,
+    *,
+    is_shared: bool = False,
+    expected: int = 0,
 ) -> Shelf:
     if tier is Tier.NVME:
         assert folder is not None
         return DiskShelf(device, folder, is_shared=is_shared)
-    return HostShelf(device) if tier is Tier.HOST else DeviceShelf(device)
+    return HostShelf(device) if tier is Tier.HOST else DeviceShelf(device, expected=expected)

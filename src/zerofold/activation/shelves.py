@@ -81,9 +81,10 @@ class DeviceShelf:
 
     frees_device, can_fail = False, False
 
-    def __init__(self, device: torch.device, reserve: Reserve | None = None) -> None:
-        """`reserve`: by default of CUDA's allocator; other devices have none."""
-        self._longest = 0
+    def __init__(self, device: torch.device, reserve: Reserve | None = None, *, expected: int = 0) -> None:
+        """`reserve`: by default of CUDA's allocator; other devices have none. `expected`: tensors like a step's first,
+        for which the first block has room already."""
+        self._longest, self._expected = 0, expected
         self.reserve = reserve or (Reserve(CudaCache(device)) if device.type == "cuda" else None)
         self._awaits_end = False  # of the backward under way
         self._slots = Slots(
@@ -105,7 +106,8 @@ class DeviceShelf:
         if is_new:
             growth = max(1.0, first / self._longest) if self._longest else 1.0
             self._longest = max(self._longest, first)
-            self._slots.expect(math.ceil(self._slots.peak_nbytes * growth))
+            told = self._expected * -(-first // _ALIGN) * _ALIGN
+            self._slots.expect(max(told, math.ceil(self._slots.peak_nbytes * growth)))
         if self.reserve is not None:
             self.reserve.begin(first, is_new=is_new)
 

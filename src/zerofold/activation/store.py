@@ -10,6 +10,7 @@ read       [r1  ][r0  ]                    from a file: and those of the one bef
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -154,6 +155,8 @@ class CheckpointStore:
     path       the folder for "nvme"
     partition  a `zf.mesh`: inputs, which the ranks along its tensor axis hold alike, are cut, and each keeps its part;
                they are rebuilt one block ahead of their use. All ranks must make the store.
+    expected   on the device: how many tensors like the first one a step keeps. Their block is taken at once; else it is
+               what the first step turns out to need
 
     >>> import torch, zerofold as zf
     >>> store, x = zf.CheckpointStore("host"), torch.ones(2, 2, requires_grad=True)
@@ -171,6 +174,7 @@ class CheckpointStore:
         *,
         path: str | os.PathLike[str] | None = None,
         partition: Mesh | dist.ProcessGroup | Partition | None = None,
+        expected: int = 0,
     ) -> None:
         try:
             self.tier = Tier(keep)
@@ -180,7 +184,7 @@ class CheckpointStore:
             ) from None
         if self.tier is Tier.NVME and path is None:
             raise ValueError('keep="nvme" needs a folder on the disk: add path=')
-        self._path = path
+        self._path, self._expected = path, expected
         if partition is not None and not isinstance(partition, Partition):
             partition = Partition.over(partition, has_files=self.tier is Tier.NVME)
         self.partition = partition
@@ -275,7 +279,10 @@ class CheckpointStore:
     def close(self) -> None:
         """Gives all memory back; no graph may need it any more."""
         self._resident.clear()
-        taken = 0 if self._shelf is None else sum(self._shelf.nbytes().values())
+        taken = self._taken()
+        if taken:
+            gc.collect()  # the graph of a forward that raised goes in cycles with its traceback
+            taken = self._taken()
         if taken:
             raise RuntimeError(
                 f"{taken} bytes of this store are kept for a backward that has not come: call it, or drop the loss"
@@ -283,6 +290,9 @@ class CheckpointStore:
         if self._shelf is not None:
             self._shelf.close()
             self._shelf = None
+
+    def _taken(self) -> int:
+        return 0 if self._shelf is None else sum(self._shelf.nbytes().values())
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -323,7 +333,7 @@ class CheckpointStore:
         return self._shelf
 
     def _make_shelf(self, device: torch.device) -> Shelf:
-        return make_shelf(self.tier, device, self._path, is_shared=self.partition is not None)
+        return make_shelf(self.tier, device, self._path, is_shared=self.partition is not None, expected=self._expected)
 
     def _ahead_of(self, block: Block) -> Block | None:
         """The block that backward comes to next."""
@@ -347,4 +357,4 @@ class CheckpointStore:
     def __deepcopy__(self, memo: Any) -> CheckpointStore:
         if self.partition is not None:
             raise ValueError("a store that cuts inputs over tensor ranks cannot be copied: make a new one on all ranks")
-        return CheckpointStore(self.tier.value, path=self._path)
+        return CheckpointStore(self.tier.value, path=self._path, expected=self._expected)

@@ -165,7 +165,10 @@ def bench_activation_command(
                 chunked: traced(size, size.seq, device, loss_tokens=task.loss_tokens if chunked else None)
                 for chunked in (False, True)
             }
-            predicted = {name: peak_bytes(shapes[way.chunked], batch, way.keep, device) for name, way in WAYS.items()}
+            predicted = {
+                name: peak_bytes(shapes[way.chunked], batch, way.keep, device, contiguous=way.contiguous)
+                for name, way in WAYS.items()
+            }
             rows = way_rows(fitting, predicted)
             told = measure_told(task, fitting, rows, timeout=timeout)
     except AloneError as error:

@@ -39,13 +39,14 @@ def traced(size: GPTSize, length: int, device: str, *, loss_tokens: int | None) 
     )
 
 
-def peak_bytes(shape: ModelShape, batch: int, keep: str, device: str) -> int:
+def peak_bytes(shape: ModelShape, batch: int, keep: str, device: str, *, contiguous: bool = False) -> int:
     """Of a rank alone, by the function that `zerofold plan` shows."""
     point = Point(
         stage="3",
         micro_batch=batch,
         checkpoint_every=1,
         checkpoints_on=keep,
+        contiguous_checkpoints=contiguous,
         precision=PRECISION,
         buffer_bytes=BUFFER_BYTES[device],
     )

@@ -24,6 +24,8 @@ class Keeping:
     """None: on the device, where they are."""
     synchronizes: bool = False
     """The device is waited for before and after each checkpointed call."""
+    profiles: bool = False
+    """Each call says how long it took, in forward and when it is made again."""
 
 
 _KEEPING: ContextVar[Keeping | None] = ContextVar("zerofold_checkpoints", default=None)
@@ -53,5 +55,6 @@ def keep_as(section: Mapping[str, Any], tensor_ranks: Mesh | dist.ProcessGroup |
     if section.get("cpu_checkpointing"):
         store = CheckpointStore("host", partition=partition)
     elif section.get("contiguous_memory_optimization") or partition is not None:
-        store = CheckpointStore("device", partition=partition)
-    _KEEPING.set(Keeping(store, bool(section.get("synchronize_checkpoint_boundary"))))
+        store = CheckpointStore("device", partition=partition, expected=section.get("number_checkpoints") or 0)
+    synchronizes, profiles = (bool(section.get(key)) for key in ("synchronize_checkpoint_boundary", "profile"))
+    _KEEPING.set(Keeping(store, synchronizes, profiles))

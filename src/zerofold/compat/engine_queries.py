@@ -15,7 +15,6 @@ class Queries:
     """The small methods of an engine that only look things up, and those that set the batch."""
 
     settings: Settings
-    world_size: int
     _batch: tuple[int, int, int]  # of a step; of a micro-batch; micro-batches in a step
     _count_to_boundary: Callable[[], None]
 
@@ -35,11 +34,11 @@ class Queries:
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Another number of samples in a step, by another number of micro-batches."""
         _, micro, _ = self._batch
-        at_once = micro * self.world_size
+        at_once = micro * self.dp_world_size
         if not isinstance(train_batch_size, int) or train_batch_size < 1 or train_batch_size % at_once:
             raise ValueError(
                 f"train_batch_size={train_batch_size!r} must be a multiple of {at_once} = {micro} per rank x "
-                f"{self.world_size} ranks"
+                f"{self.dp_world_size} ranks"
             )
         self._batch = (train_batch_size, micro, train_batch_size // at_once)
         self._count_to_boundary()
@@ -49,13 +48,13 @@ class Queries:
         if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={micro_batch_size!r} must be a whole number of at least 1")
         accumulate = self._batch[2]
-        self._batch = (micro_batch_size * accumulate * self.world_size, micro_batch_size, accumulate)
+        self._batch = (micro_batch_size * accumulate * self.dp_world_size, micro_batch_size, accumulate)
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
         """Another number of micro-batches in a step, each of as many samples as before."""
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"gradient_accumulation_steps={steps!r} must be a whole number of at least 1")
-        self.set_train_batch_size(self._batch[1] * self.world_size * steps)
+        self.set_train_batch_size(self._batch[1] * self.dp_world_size * steps)
 
     @property
     def local_rank(self) -> int:
@@ -63,7 +62,8 @@ class Queries:
 
     @property
     def dp_world_size(self) -> int:
-        return self.world_size
+        """Ranks with other samples."""
+        return self.settings.world
 
     def zero_optimization(self) -> bool:
         return self.zero_optimization_stage() > 0

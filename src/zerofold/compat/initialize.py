@@ -23,6 +23,7 @@ from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.config.settings import FileMonitor
 from zerofold.configured import announce, scheduler_of, shard_arguments
 from zerofold.engine import Engine
+from zerofold.parallel.mesh import Mesh
 from zerofold.prepare import attach, close, shard
 from zerofold.process_group import group_device, join_or_be_alone, local_device
 from zerofold.sharded import ShardedParameter
@@ -57,6 +58,8 @@ def initialize(
     training_data     a dataset: the loader that comes back gives each rank its share, micro-batch by micro-batch
     lr_scheduler      one, or a function of the optimizer that makes one; or leave it to the config. The engine
                       advances it
+    mpu               a `zf.mesh` with a tensor axis: its ranks share the layers, and with partition_activations the
+                      inputs of checkpoints; they must get the same batch, as the loader gives it to them
 
     The process group is started if there is none. Every key of the config is honoured, or mapped to what zerofold
     does instead, which is printed once, or refused; the config as resolved is `engine.config`, and is written to
@@ -76,15 +79,14 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize needs model=, a torch.nn.Module, not {type(model).__name__}")
-    for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if given is not None:
-            raise ValueError(f"{name}: tensor, pipeline and sequence parallelism are still to come; leave it out")
+    _check_mesh(mpu, mesh_param)
     given_config = read(_one_config(args, config, config_params))
     device = init_distributed(distributed_port=distributed_port, auto=dist_init_required is not False, device_of=model)
-    settings = resolve(given_config, world=dist.get_world_size(), device=device, model=model)
+    ranks = dist.get_world_size() if mpu is None else mpu.data * mpu.replicate
+    settings = resolve(given_config, world=ranks, device=device, model=model)
     announce(settings, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
     if given_config.get("activation_checkpointing"):
-        keep_as(settings.activation_checkpointing)
+        keep_as(settings.activation_checkpointing, mpu)
     if dist.get_rank() == 0:
         _keep(settings)
     if not any(p.is_meta or isinstance(p, ShardedParameter) for p in model.parameters()):
@@ -92,14 +94,14 @@ def initialize(
     chosen = _optimizer(model, optimizer, model_parameters, settings, device)
     frozen = _freeze_others(model, chosen)
     try:
-        arguments = shard_arguments(settings, chosen)
+        arguments = shard_arguments(settings, chosen, mpu)
         # The engine says itself which backward ends a step. Sums of several need memory of their own, all the same.
         shard(model, units=leaf_units(model, None), accumulate=settings.accumulate, **arguments)
         if chosen is not None:
             attach(model, chosen, clip=settings.clip)
             chosen.overflow = False  # type: ignore[attr-defined]  # where Accelerate looks for it
         scheduler = _scheduler(chosen, lr_scheduler, settings)
-        loader = None if training_data is None else make_loader(training_data, settings, collate_fn, device)
+        loader = None if training_data is None else make_loader(training_data, settings, collate_fn, device, mpu)
     except Exception:
         if Engine.is_on(model) and not Engine.is_broken(model):
             close(model)
@@ -108,6 +110,23 @@ def initialize(
         raise
     engine = DeepSpeedEngine(model, chosen, scheduler, settings, loader=loader, frozen=frozen)
     return engine, chosen, loader, scheduler
+
+
+def _check_mesh(mpu: Any, mesh_param: Any) -> None:
+    if mesh_param is not None:
+        raise ValueError(f"mesh_param={mesh_param!r}: give mpu=zf.mesh(data=..., tensor=...) instead")
+    if mpu is None:
+        return
+    if not isinstance(mpu, Mesh):
+        raise ValueError(
+            f"mpu={type(mpu).__name__}: give zf.mesh(tensor=...), which knows which ranks share a layer and which have "
+            "other samples"
+        )
+    if mpu.pipeline > 1:
+        raise ValueError(
+            f"mpu: pipeline={mpu.pipeline}: the engine of zf.initialize has no stages; use zf.pipeline and "
+            "zf.prepare(mesh=...)"
+        )
 
 
 def init_distributed(
@@ -257,15 +276,20 @@ def make_loader(
     settings: Settings,
     collate_fn: Callable[[list[Any]], Any] | None,
     device: torch.device,
+    mesh: Mesh | None = None,
 ) -> DataLoader[Any]:
-    """This rank's micro-batches, shuffled as torch's DistributedSampler does."""
+    """This rank's micro-batches, shuffled as torch's sampler does it. Ranks that share a model read the same."""
     is_iterable = isinstance(data, IterableDataset)
     if not is_iterable and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise TypeError(f"training_data must be a torch Dataset, not {type(data).__name__}")
+    sampler: DistributedSampler[Any] | None = None
+    if not is_iterable:
+        rank = dist.get_rank() if mesh is None else mesh.coordinate["replicate"] * mesh.data + mesh.coordinate["data"]
+        sampler = DistributedSampler(data, settings.world, rank, drop_last=settings.dataloader_drop_last)
     return Loader(
         data,
         batch_size=settings.micro_batch,
-        sampler=None if is_iterable else DistributedSampler(data, drop_last=settings.dataloader_drop_last),
+        sampler=sampler,
         drop_last=settings.dataloader_drop_last,
         collate_fn=collate_fn,
         pin_memory=device.type == "cuda",

@@ -52,7 +52,9 @@ PRECISION: dict[str, Spec] = {
     ),
     "communication_data_type": honoured(DTYPE),
     "fp32_allreduce": Old("communication_data_type", FLAG, lambda is_on: "fp32" if is_on else None),
-    "seq_parallel_communication_data_type": refused("sequence parallelism is still to come; leave the key out"),
+    "seq_parallel_communication_data_type": refused(
+        "parts of sequences travel in the dtype of the activations; leave the key out"
+    ),
     "torch_autocast": refused_section(
         "zerofold keeps 16-bit parameters and fp32 masters; use bf16.enabled, or torch.autocast around the forward"
     ),

@@ -14,13 +14,11 @@ from zerofold.config.kinds import FLAG, MAPPING, REAL, TEXT, choice, number, who
 _DISK = "zerofold reads and writes the disk without libaio, in blocks and threads of its own choice"
 _OWN_CHECKPOINTS = "zerofold writes its own checkpoints, one file per rank, each checked and renamed when whole"
 _PARTITION = (
-    "cut over the tensor ranks named by deepspeed.checkpointing.configure(mpu) or checkpoint_blocks(partition=mesh); "
+    "cut over the tensor ranks of zf.initialize(mpu=zf.mesh(tensor=...)) or deepspeed.checkpointing.configure(mpu); "
     "without such ranks there is nothing to cut"
 )
-_NUMBER = "the memory for them is what the first step turns out to need"
-_PROFILE = "zf.ledger(model).record() shows where the time of a step goes"
-_TENSOR_PARALLEL = "tensor parallelism is still to come; use data parallelism alone"
-_PIPELINE = "pipeline parallelism is still to come; use data parallelism alone"
+_TENSOR_PARALLEL = "give zf.initialize(mpu=zf.mesh(tensor=...)) instead, which shares known layers by itself"
+_PIPELINE = "zf.pipeline with zf.prepare(mesh=zf.mesh(pipeline=...)) has stages; the engine of zf.initialize has not"
 _EXPERTS = "expert parallelism is still to come; experts are sharded like all parameters"
 _DEEPCOMPILE = "part of DeepCompile, which is off"
 _DEEPCOMPILE_FLAGS = (
@@ -107,9 +105,9 @@ ACTIVATIONS: dict[str, Spec] = {
             "partition_activations": mapped(FLAG, _PARTITION, False, silent=(False,)),
             "cpu_checkpointing": honoured(FLAG, False),
             "contiguous_memory_optimization": honoured(FLAG, False),
-            "number_checkpoints": mapped(whole(0), _NUMBER, silent=(0,)),
+            "number_checkpoints": honoured(whole(0)),
             "synchronize_checkpoint_boundary": honoured(FLAG, False),
-            "profile": mapped(FLAG, _PROFILE, False, silent=(False,)),
+            "profile": honoured(FLAG, False),
         },
         example='{"cpu_checkpointing": true}',
     ),
@@ -133,9 +131,10 @@ OTHER_PARALLELISM: dict[str, Spec] = {
     "autotp_size": refused(_TENSOR_PARALLEL, off=lambda size: size in (None, 0, 1)),
     "pipeline": refused(_PIPELINE, off=_is_one_stage),
     "sequence_parallel_size": refused(
-        "sequence parallelism is still to come; leave it out, or make it 1", off=lambda size: size in (None, 1)
+        "zf.tensor_parallel(model, mesh, sequence_parallel=True) cuts it between layers; leave it out, or make it 1",
+        off=lambda size: size in (None, 1),
     ),
-    "data_parallel_size": mapped(whole(1), "all ranks are data parallel"),
+    "data_parallel_size": mapped(whole(1), "all ranks are data parallel, but for the tensor ranks of mpu="),
     "expert_parallel": refused_section(_EXPERTS),
     "use_data_before_expert_parallelism": refused(_EXPERTS),
 }

@@ -9,6 +9,7 @@ What tensor-parallel ranks keep of the 16 numbers a token and width of a block (
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -51,7 +52,9 @@ def activity_of(model: ModelShape, point: Point) -> Activity:
     """Of the fullest device. Where only parameters are known, units compute one after the other in no memory."""
     if model.activities:
         activity = _of_rank(model.activity(point.checkpoint_every), model, point)
-        return _kept_elsewhere(activity, model, point) if point.keeps_away or point.keeps_parts else activity
+        if point.keeps_away or point.keeps_parts:
+            activity = _kept_elsewhere(activity, model, point)
+        return _in_a_block(activity, model, point) if point.keeps_a_block else activity
     order = [index for index, unit in enumerate(model.units) if unit.name != ROOT] or [0]
     moments = [
         Moment(phase=phase, unit=index, alive=PerSample(), work=Work(), repeats=model.units[index].count)
@@ -66,16 +69,47 @@ def _kept_elsewhere(activity: Activity, model: ModelShape, point: Point) -> Acti
     or put together for the block that is computed again and the one before it. All groups are taken for alike: of those
     that were traced, `growth` is no longer what one block leaves.
     """
+    counted = list(_counted(activity, model, point))
+    groups = max(each.most for each in counted)
+    if groups <= GROUPS_ON_DEVICE:
+        return activity
+    one = _times(activity.checkpoints, 1 / groups)
+    gone = 1.0 if point.keeps_away else 1 - 1 / point.tensor
+    moments = [each.changed(_times(one, -max(0, each.kept - GROUPS_ON_DEVICE) * gone)) for each in counted]
+    left = GROUPS_ON_DEVICE if point.keeps_away else groups / point.tensor
+    return replace(activity, moments=tuple(moments), checkpoints=_times(one, left))
+
+
+def _in_a_block(activity: Activity, model: ModelShape, point: Point) -> Activity:
+    """What has gone, or has not come yet, has its place all the same: the block is that of the step before."""
+    counted = list(_counted(activity, model, point))
+    groups = max(each.most for each in counted)
+    if not groups:  # nothing is computed again
+        return activity
+    one = _times(activity.checkpoints, 1 / groups)
+    return replace(activity, moments=tuple(each.changed(_times(one, each.most - each.kept)) for each in counted))
+
+
+class _Counted(NamedTuple):
+    """A moment, and how many groups of blocks have an input kept in it, of how many at most."""
+
+    moment: Moment
+    kept: float
+    most: float
+    is_block: bool
+
+    def changed(self, more: PerSample) -> Moment:
+        alive = _positive(self.moment.alive + more)
+        return replace(self.moment, alive=alive, growth=PerSample() if self.is_block else self.moment.growth)
+
+
+def _counted(activity: Activity, model: ModelShape, point: Point) -> Iterator[_Counted]:
     stretches = dict.fromkeys(Phase, 0)
     for moment in activity.moments:
         stretches[moment.phase] += moment.repeats if model.units[moment.unit].name != ROOT else 0
     blocks, every, on_way = stretches[Phase.FORWARD], activity.checkpoint_every, in_flight(point)
     groups = -(-blocks // every)
-    if groups * on_way <= GROUPS_ON_DEVICE:
-        return activity
-    one = _times(activity.checkpoints, 1 / (groups * on_way))
-    gone = 1.0 if point.keeps_away else 1 - 1 / point.tensor
-    done, moments = dict.fromkeys(Phase, 0), []
+    done = dict.fromkeys(Phase, 0)
     for moment in activity.moments:
         is_block, before = model.units[moment.unit].name != ROOT, done[moment.phase]
         done[moment.phase] += moment.repeats if is_block else 0
@@ -85,11 +119,7 @@ def _kept_elsewhere(activity: Activity, model: ModelShape, point: Point) -> Acti
             kept = blocks - before * blocks // stretches[Phase.BACKWARD]
         # The root's last moments are those of the last stage, which has one micro-batch.
         others = groups * (on_way - 1) if is_block else 0
-        away = max(0, -(-kept // every) + others - GROUPS_ON_DEVICE)
-        alive = _positive(moment.alive + _times(one, -away * gone))
-        moments.append(replace(moment, alive=alive, growth=PerSample() if is_block else moment.growth))
-    left = GROUPS_ON_DEVICE if point.keeps_away else groups * on_way / point.tensor
-    return replace(activity, moments=tuple(moments), checkpoints=_times(one, left))
+        yield _Counted(moment, -(-kept // every) + others, groups + others, is_block)
 
 
 def _of_rank(activity: Activity, model: ModelShape, point: Point) -> Activity:

@@ -58,6 +58,7 @@ def plan(
     flash: bool = True,
     group: int = 0,
     contiguous_gradients: bool = False,
+    contiguous_checkpoints: bool = False,
     device_memory: int | None = None,
     host_memory: int | None = None,
     disk: int | None = None,
@@ -76,6 +77,8 @@ def plan(
     tensor        ranks that share the inside of every layer; sequence_parallel: norms too; loss_parallel: logits too
     contiguous_gradients
                   as `zf.prepare` takes it: gradients in one block, in forward too
+    contiguous_checkpoints
+                  `contiguous=True` of `zf.checkpoint_blocks`: those inputs in one block of the device, which stays
     pipeline      ranks that follow each other, with `accumulate` micro-batches by a schedule: "gpipe", "1f1b",
                   "interleaved" or "zero_bubble" (in `chunks` of blocks a rank), "zbv"
     run           takes some steps of a config's or function's model here, for what they take the host; the machine must
@@ -100,7 +103,7 @@ def plan(
 
     def make(length: int | None) -> ModelShape:
         numbers = Numbers(layers, hidden, heads, vocab, length)
-        return _model(model, params, numbers, function, precision, flash, (checkpoint_every,))
+        return _model(model, params, numbers, function, precision, flash, (checkpoint_every,), tensor)
 
     shape = make(seq)
     if fleet.disk and widths_of(precision).keeps_range:
@@ -121,6 +124,7 @@ def plan(
         precision=precision,
         group=group,
         contiguous_gradients=contiguous_gradients,
+        contiguous_checkpoints=contiguous_checkpoints,
     )
     _check_point(shape, fleet, wanted)
     if run:
@@ -150,6 +154,11 @@ def _check_point(model: ModelShape, machine: Machine, point: Point) -> None:
         raise ValueError(f"keep={point.checkpoints_on!r} is not known; choose {', '.join(tiers)}")
     if (point.checkpoints_on != Tier.DEVICE.value or point.partition) and not point.checkpoint_every:
         raise ValueError("keep and partition are about inputs of checkpointed blocks; add checkpoint_every=1")
+    if point.contiguous_checkpoints and (point.keeps_away or not point.checkpoint_every):
+        raise ValueError(
+            f"contiguous_checkpoints is about inputs of checkpointed blocks on the device, and here is "
+            f"checkpoint_every={point.checkpoint_every}, keep={point.checkpoints_on!r}; leave it out"
+        )
     if point.checkpoints_on == Tier.NVME.value and not machine.disk:
         raise ValueError("keep='nvme' needs a disk, and this machine has none; give disk=")
     for name, is_on in (
@@ -243,6 +252,7 @@ def _model(
     precision: str,
     flash: bool,
     checkpoint_every: tuple[int, ...],
+    tensor: int,
 ) -> ModelShape:
     layers, hidden, heads, vocab, seq = numbers
     has_numbers = any(number is not None for number in (layers, hidden, heads))
@@ -275,6 +285,7 @@ def _model(
             precision=precision,
             flash=flash,
             checkpoint_every=checkpoint_every,
+            divisor=tensor,
         )
     if layers is None or hidden is None or heads is None:
         missing = [n for n, v in (("layers", layers), ("hidden", hidden), ("heads", heads)) if v is None]

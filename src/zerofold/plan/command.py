@@ -64,6 +64,10 @@ def plan_command(
         bool,
         typer.Option("--contiguous-gradients", help="M_d: gradients in one block, there before the first forward."),
     ] = False,
+    contiguous_checkpoints: Annotated[
+        bool,
+        typer.Option("--contiguous-checkpoints", help="M_d: inputs that wait on the device in one block, which stays."),
+    ] = False,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or tf32.")] = "bf16",
     flash: Annotated[bool, typer.Option(help="Attention's weights are computed again in backward, not kept.")] = True,
     machine: Annotated[str, typer.Option("--preset", help=f"Devices by name: {_PRESETS}.")] = DEFAULT_PRESET,
@@ -131,6 +135,7 @@ def plan_command(
             chunks=chunks,
             precision=precision,
             contiguous_gradients=contiguous_gradients,
+            contiguous_checkpoints=contiguous_checkpoints,
             flash=flash,
             group=group,
             device_memory=_size("--device-memory", device_memory),

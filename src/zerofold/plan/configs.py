@@ -78,4 +78,29 @@ def ds_config(point: Point, ranks: Ranks) -> dict[str, Any]:
     }
     if point.precision in ("bf16", "fp16"):
         found[point.precision] = {"enabled": True}
+    kept = {
+        "partition_activations": point.keeps_parts,
+        "cpu_checkpointing": point.keeps_away,
+        "contiguous_memory_optimization": point.contiguous_checkpoints,
+    }
+    if any(kept.values()):
+        found["activation_checkpointing"] = {key: True for key, is_on in kept.items() if is_on}
     return found
+
+
+def checkpoint_arguments(point: Point) -> dict[str, Any]:
+    """For `zf.checkpoint_blocks(model, **…)`, nothing where everything is kept; "partition" stands for the mesh.
+
+    >>> checkpoint_arguments(Point(checkpoint_every=2, checkpoints_on="host"))
+    {'every': 2, 'keep': 'host'}
+    """
+    if not point.checkpoint_every:
+        return {}
+    found: dict[str, Any] = {"every": point.checkpoint_every}
+    if point.keeps_away:
+        found["keep"] = point.checkpoints_on
+    if point.checkpoints_on == Tier.NVME.value:
+        found["path"] = DISK_FOLDER
+    if point.contiguous_checkpoints:
+        found["contiguous"] = True
+    return found | ({"partition": True} if point.keeps_parts else {})

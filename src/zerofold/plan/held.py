@@ -198,10 +198,16 @@ def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_byt
 
 
 def gathered_at_once(
-    units: Sequence[HeldUnit], ranks: Ranks, point: Point, placed: Sequence[Collection[Tiers]] | None = None
+    units: Sequence[HeldUnit],
+    ranks: Ranks,
+    point: Point,
+    placed: Sequence[Collection[Tiers]] | None = None,
+    *,
+    with_next: bool = True,
 ) -> int:
     """The most that gathered parameters take: the root, the unit that computes with those around it, and what is
     fetched ahead. `placed`: the tiers of each unit, else the point's; with automatic ones, whatever asks for most.
+    `with_next`: not in the last unit of backward, which no other follows.
 
     Alone, parameters that nobody cut are not fetched ahead; but in backward a unit begins before the last one ends. In
     a pipeline all units of a stage stay from its first micro-batch to its last.
@@ -213,14 +219,14 @@ def gathered_at_once(
     is_cut = ranks.placed.parameters.is_cut
     if point.pipeline > 1:
         return total
-    if is_cut and point.live_bytes is not None:
+    if is_cut and point.live_bytes is not None and with_next:
         return least((total, point.live_bytes))
     # The bound on live bytes is made from whole units, whatever of them has to be gathered (`zerofold.dealing`).
     sizes = [unit.size.gathered_bytes for unit in units] if is_cut else taken
     by_name = dict(zip((unit.shape.name for unit in units), sizes, strict=True))
     needed = greatest(sum(by_name.get(outer, 0) for outer in _around(unit.shape.name)) for unit in units)
     ahead = greatest(size for size, unit in zip(sizes, units, strict=True) if unit.shape.name != ROOT)
-    return least((total, needed + ahead))
+    return least((total, needed + (ahead if with_next else 0)))
 
 
 def _around(name: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from zerofold.placement import Tier, Tiers
 from zerofold.plan.activities import Shares
+from zerofold.plan.batching import choose_batching
 from zerofold.plan.machine import GIB, Machine
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Memory, Point
@@ -74,11 +75,16 @@ def choose(
     held: list[Memory] = []
     for place in tried:
         shape = _shape(units, stream, place)
-        held.append(memory(shape, machine, replace(place, partition=False), widths=widths, tiers=tiers))
+        # The shape has parts already. On the device they lie in a block, which stays.
+        in_a_block = place.partition and not place.keeps_away
+        asked = replace(place, partition=False, contiguous_checkpoints=in_a_block)
+        held.append(memory(shape, machine, asked, widths=widths, tiers=tiers))
         missing = lacks(held[-1], machine)
         if not missing or place is tried[-1]:
             late = _lateness(units, stream, machine, point, place)
             said = _sentence(held, machine, place, late, missing)
+            if len(held) == 1 and not missing and not tiers and stream.at_once == 1:
+                said += _what_pays(shape, machine, place)
             return Choice(place.checkpoints_on, place.partition, not missing, said)
     raise AssertionError("there is always the device")
 
@@ -134,6 +140,19 @@ def _lateness(units: Sequence[UnitShape], stream: Stream, machine: Machine, poin
         for each in (replace(point, checkpoints_on=Tier.DEVICE.value, partition=False), place)
     )
     return there / here - 1 if here else 0.0
+
+
+def _what_pays(shape: ModelShape, machine: Machine, place: Point) -> str:
+    """Whoever gives the samples decides how many at a time; where others would be worth it, they are told."""
+    if place.accumulate == 1:
+        return ""
+    found = choose_batching(shape, machine, place, place.accumulate)
+    if found is None or found.micro_batch == 1 or not found.saved:
+        return ""
+    return (
+        f"; {found.micro_batch} of these micro-batches in one (accumulate={found.accumulate}) would pay by the plan: "
+        f"with their inputs {_WHERE[found.keep]} a step would be {100 * found.saved:.0f}% shorter"
+    )
 
 
 _WHERE = {"device": "on the device", "host": "in host memory", "nvme": "on the disk"}

@@ -46,7 +46,8 @@ from zerofold.plan.states import Widths
 LIBRARY_WORKSPACES = 2 * 2**25
 """Of the matrix library on a GPU: one for the thread that runs forward, one for autograd's."""
 FRAGMENTATION = 0.08
-"""Of what comes and goes in a step: the allocator's blocks seldom fit each other. States stay, and leave no holes."""
+"""Of what comes and goes in a step: the allocator's blocks seldom fit each other. States stay, and leave no holes; nor
+does the block of checkpoints, where they have one."""
 
 LINES = (
     "parameters",
@@ -84,9 +85,13 @@ class Parts:
     gradients_stay: bool
     """Their memory is there in forward as well: a flat space, or sums of earlier micro-batches."""
     gathered: int
+    gathered_last: int
+    """In backward of the first block: no other is fetched."""
     fixed: int
     """Buffers and workspaces."""
     ring: int
+    block: int = 0
+    """Of inputs of checkpointed blocks, where they have one: it stays from step to step."""
     sums: int = 0
     """Whole gradients of a pipeline stage, until all of its micro-batches are through."""
 
@@ -146,15 +151,17 @@ def memory(
         gradients=states[GRADIENTS],
         gradients_stay=not ranks.alone or point.accumulate > 1 or point.contiguous_gradients,
         gathered=gathered,
+        gathered_last=least((gathered, gathered_at_once(units, ranks, point, tiered.placed, with_next=False))),
         fixed=buffers + workspaces + model.buffers,
         ring=ring,
+        block=checkpoints if point.keeps_a_block else 0,
         sums=sums,
     )
     init = _init_peak(units, ranks, widths, point, model, parts)
     instants = [*_instants(units, activity, parts, ranks, widths, point, by_gloo=by_gloo), Instant("init", init)]
     most = greatest(instant.nbytes for instant in instants)
     peak = next(instant for instant in instants if instant.nbytes == most)
-    comes_and_goes = gathered + buffers + most_local + alive
+    comes_and_goes = gathered + buffers + most_local + greatest((0, alive - parts.block))
     reserve = trunc(FRAGMENTATION * comes_and_goes)
     device = {
         "parameters": parts.parameters,
@@ -217,7 +224,8 @@ def _instants(
     samples, base = point.micro_batch, parts.parameters + parts.optimizer + parts.fixed
     share = _Coming(units, parts.gradients)
     first_root = True
-    for moment in activity.moments:
+    last_block = max((n for n, each in enumerate(activity.moments) if units[each.unit].shape.name != ROOT), default=-1)
+    for number, moment in enumerate(activity.moments):
         unit = units[moment.unit]
         name = unit.shape.name or "the root"
         alive, growth = trunc(moment.alive.at(samples)), abs(trunc(moment.growth.at(samples)))
@@ -231,21 +239,23 @@ def _instants(
             yield Instant(f"backward of {name}", base + parts.gradients + local + parts.gathered + alive)
             continue
         repeats = min(moment.repeats, unit.shape.count)
-        if moment.gradients is not None:
-            for more in dict.fromkeys((0, repeats - 1)):
+        # The first, the last, and the one before it, the last that finds another unit fetched.
+        for more in dict.fromkeys((0, greatest((0, repeats - 2)), repeats - 1)):
+            if moment.gradients is not None:
                 come = share.of_made(moment.arrived + more * unit.local_gradients)
-                left = greatest((0, alive - growth * more))
-                yield Instant(f"backward of {name}", base + come + local + parts.gathered + left)
+            else:
+                come = share.after(moment.unit, more + 1, is_first=first_root)
+            is_last = number == last_block and more == repeats - 1
+            held = base + come + local + (parts.gathered_last if is_last else parts.gathered)
+            yield Instant(f"backward of {name}", held + greatest((0, alive - growth * more)))
+        if moment.gradients is not None:
             continue
-        for done, left in ((1, alive), (repeats, alive - growth * (repeats - 1))):
-            come = share.after(moment.unit, done, is_first=first_root)
-            yield Instant(f"backward of {name}", base + come + local + parts.gathered + greatest((0, left)))
         share.arrive(moment.unit, repeats, is_first=first_root)
         if unit.shape.name == ROOT:
             first_root = False
     if parts.sums:  # parameters are let go of before
-        yield Instant("the reduction of the stage", base + parts.gradients + parts.sums)
-    yield Instant("step", base + parts.gradients + parts.ring)
+        yield Instant("the reduction of the stage", base + parts.block + parts.gradients + parts.sums)
+    yield Instant("step", base + parts.block + parts.gradients + parts.ring)
 
 
 def _local_at(moment: Moment, unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point, *, by_gloo: bool) -> int:

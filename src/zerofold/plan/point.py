@@ -43,6 +43,8 @@ class Point:
     """As `zf.prepare` takes it; 0: what it takes by itself on such a device."""
     contiguous_gradients: bool = False
     """M_d: gradients on the device lie in one block, which is there before the first forward."""
+    contiguous_checkpoints: bool = False
+    """M_d: so do inputs of checkpointed blocks that wait on the device."""
 
     @property
     def samples(self) -> int:
@@ -57,6 +59,12 @@ class Point:
     @property
     def keeps_away(self) -> bool:
         return bool(self.checkpoint_every) and self.checkpoints_on != "device"
+
+    @property
+    def keeps_a_block(self) -> bool:
+        """Inputs of checkpointed blocks lie in one block of the device, which stays after them; parts always do."""
+        is_here = bool(self.checkpoint_every) and not self.keeps_away
+        return is_here and (self.contiguous_checkpoints or self.keeps_parts)
 
     @property
     def keeps_parts(self) -> bool:

@@ -185,6 +185,7 @@ class Plan:
             "schedule": point.schedule,
             "precision": point.precision,
             "contiguous_gradients": point.contiguous_gradients,
+            "contiguous_checkpoints": point.contiguous_checkpoints,
             "parameters_bytes": round(states.parameters),
             "gradients_bytes": round(states.gradients),
             "optimizer_bytes": round(states.optimizer),

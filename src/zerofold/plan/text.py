@@ -13,6 +13,7 @@ from rich.table import Table
 
 from zerofold.placement import Tier
 from zerofold.plan.advice import Advice
+from zerofold.plan.configs import checkpoint_arguments
 from zerofold.plan.machine import GB, Machine
 from zerofold.plan.point import Prediction
 from zerofold.plan.shape import ModelShape
@@ -99,6 +100,10 @@ def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
         config = plan.config
         shown = ", ".join(f"{name}={value!r}" for name, value in config.items() if name != "mesh")
         console.print(f"\n  zf.prepare(model, optimizer, {shown}{_mesh_argument(config)})", soft_wrap=True)
+        kept = checkpoint_arguments(plan.recommended.point)
+        if kept:
+            said = (f"{name}={'mesh' if name == 'partition' else repr(value)}" for name, value in kept.items())
+            console.print(f"  zf.checkpoint_blocks(model, {', '.join(said)})", soft_wrap=True)
         console.print(f"  ds_config.json: {json.dumps(plan.ds_config)}", soft_wrap=True)
     return out.getvalue()
 

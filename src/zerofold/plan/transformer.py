@@ -11,6 +11,7 @@ and attention's weights, heads × seq, where they are kept: flash attention comp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,8 +109,9 @@ def from_parameters(
     precision: str = "bf16",
     flash: bool = True,
     checkpoint_every: tuple[int, ...] = (),
+    divisor: int = 1,
 ) -> ModelShape:
-    """A GPT of usual proportions with just so many parameters.
+    """A GPT of usual proportions with just so many parameters; `divisor`: of its heads, which tensor ranks share.
 
     >>> model = from_parameters(7.5e9)
     >>> model.parameters, model.layers, model.hidden
@@ -117,6 +119,8 @@ def from_parameters(
     >>> large = from_parameters(70e9)
     >>> large.layers, large.hidden, large.heads
     (72, 9216, 72)
+    >>> [from_parameters(7e9, divisor=each).heads for each in (1, 2, 8)]
+    [33, 32, 32]
     """
     if not isinstance(count, int | float):
         raise TypeError(f"params={count!r} must be a number of parameters, such as 7.5e9")
@@ -126,13 +130,13 @@ def from_parameters(
     step = 128 if count >= 1e9 else 64 if count >= 1e7 else 8
     # Large models are cut over tensor and pipeline ranks as well, so heads and layers need divisors.
     many = next((parts for least, parts in _DIVISIBLE if count >= least), 1)
-    step *= many
+    step *= math.lcm(many, divisor)
     hidden = max(step, round((ASPECT * count / 12) ** (1 / 3) / step) * step)
     # In a small model the usual vocabulary and sequence would be all there is.
     vocab = vocab or max(16, min(VOCABULARY, int(0.3 * count) // hidden))
     positions = max(1, min(seq, int(0.1 * count) // hidden))
-    heads = max(1, hidden // (128 if hidden >= 2048 else 64))
-    heads = next(number for number in range(heads, 0, -1) if hidden % number == 0)
+    heads = max(divisor, hidden // (128 if hidden >= 2048 else 64))
+    heads = next(number for number in range(heads, 0, -1) if hidden % number == 0 and number % divisor == 0)
     layers = max(1, round((count - vocab * hidden) / (12 * hidden**2) / many)) * many
     size = GPTNumbers(layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq=seq)
     shape = _shape(size, f"{count / 1e9:.4g}B parameters", precision, flash, checkpoint_every)

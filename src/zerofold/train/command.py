@@ -57,7 +57,8 @@ def train_command(
     keep: Annotated[
         str,
         typer.Option(
-            help="Where those inputs wait for backward; nvme: in --offload-path; auto: wherever the plan finds room.",
+            help="Where those inputs wait for backward; nvme: in --offload-path; auto: wherever the plan finds room; "
+            "with --global-batch alone it also says how many sequences at a time, the fastest that fits.",
             metavar="device|host|nvme|auto",
         ),
     ] = TrainOptions.keep,

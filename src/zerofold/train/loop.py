@@ -18,6 +18,7 @@ import zerofold as zf
 from zerofold.observe.predicted import Workload
 from zerofold.observe.run_files import METRICS_FILE
 from zerofold.train.amounts import flops_per_token, workload
+from zerofold.train.batching import batched, planned_batching
 from zerofold.train.data import ByteText, library_source
 from zerofold.train.gpt import GPT, Block, generate
 from zerofold.train.options import TrainOptions
@@ -72,7 +73,9 @@ def train(options: TrainOptions, rank: int, world: int, device: torch.device) ->
 class Training:
     def __init__(self, options: TrainOptions, rank: int, world: int, device: torch.device) -> None:
         self.options, self.rank, self.world, self.device = options, rank, world, device
-        self.shares = options.shares(world)
+        shares = options.shares(world)
+        self.batching = planned_batching(options, shares, world, device)
+        self.shares = batched(shares, self.batching)
         self.text = ByteText(library_source(), seq=options.gpt.seq)
         self.mesh = options.degrees.mesh(world, device)
         self.samples = zf.Samples(
@@ -110,10 +113,7 @@ class Training:
         )
         self.checkpointing = None
         if options.checkpoint_every:
-            path = options.offload_path if options.keep in ("nvme", "auto") else None
-            self.checkpointing = zf.checkpoint_blocks(
-                self.model, options.checkpoint_every, keep=options.keep, path=path
-            )
+            self.checkpointing = self.checkpointed(options.checkpoint_every)
         self.checkpoint: Path | None = None
         if self.is_to_resume():
             self.state = RunState(**zf.load(self.model, self.optimizer, options.checkpoints, data=self.samples))
@@ -132,6 +132,14 @@ class Training:
         )
         self.ending: list[str] = []
         """What rank 0 has to say of where the time went, when it is over."""
+
+    def checkpointed(self, every: int) -> zf.Checkpointing:
+        """Inputs wait where the options or the plan say. Only the plan asks tensor ranks for the gathers of parts."""
+        keep, in_parts = self.options.keep, self.options.keep == "auto"
+        if self.batching is not None:
+            keep, in_parts = self.batching.keep, self.batching.partition
+        path = self.options.offload_path if keep in ("nvme", "auto") else None
+        return zf.checkpoint_blocks(self.model, every, keep=keep, path=path, partition=self.mesh if in_parts else None)
 
     def workload(self) -> Workload:
         """As it was at the end: where inputs wait may have been chosen in between."""
@@ -335,6 +343,8 @@ class Training:
         went_on = f", going on after step {self.state.step}" if self.state.step else ""
         of_ranks = f"{ranks} {'data-parallel ' if self.mesh else ''}rank{'s' if ranks > 1 else ''}"
         tables = "".join(f"{table}\n" for table in (self.mesh, self.pipe) if table is not None)
+        if self.batching is not None:
+            tables += f'keep="auto": {self.batching.sentence}.\n'
         return tables + (
             f"Training a GPT of {millions:.1f}M parameters on {megabytes:.1f} MB of Python source: "
             f"stage {self.options.stage}, {self.options.precision}, {of_ranks} on {self.device.type}, "

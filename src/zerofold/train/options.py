@@ -69,7 +69,7 @@ class TrainOptions:
     """The folder for what goes to the disk."""
     checkpoint_every: int = 0
     """Blocks that are computed again in backward from one kept input; 0: everything is kept."""
-    keep: str = Tier.DEVICE.value
+    keep: str = AUTO
     """Where those inputs wait: device, host, or nvme, a file in `offload_path`; auto: wherever there is room."""
     tensor: int = 1
     """Ranks that share the inside of every layer."""
@@ -87,8 +87,9 @@ class TrainOptions:
     """Batches of a rank that make a step."""
     global_batch: int | None = None
     """Sequences in a step, of all ranks: their batches times `accumulate`. Two of the three give the third."""
-    at_once: int = DEFAULT_BATCH
-    """Where only `global_batch` is given: the most sequences at a time on a rank."""
+    at_once: int | None = None
+    """Where only `global_batch` is given: the most sequences at a time on a rank; 8, or with keep="auto" as many as the
+    plan says."""
     lr: float = 3e-3
     seed: int = 0
     plain: bool = False
@@ -135,7 +136,7 @@ class TrainOptions:
         tiers = [*(tier.value for tier in Tier), AUTO]
         if self.keep not in tiers:
             raise ValueError(f"--keep {self.keep} is not known: use {', '.join(tiers)}")
-        if self.keep != Tier.DEVICE.value and not self.checkpoint_every:
+        if self.keep not in (Tier.DEVICE.value, AUTO) and not self.checkpoint_every:
             raise ValueError(f"--keep {self.keep} is about inputs of checkpointed blocks: add --checkpoint-every 1")
         if self.keep == Tier.NVME.value and self.offload_path is None:
             raise ValueError("--keep nvme needs a folder on the disk: add --offload-path DIR")
@@ -144,7 +145,8 @@ class TrainOptions:
     def offload_wish(self) -> dict[str, Any] | None:
         """As offload= of zf.prepare takes it."""
         if self.offload is None:
-            if self.offload_path is not None and self.keep not in (Tier.NVME.value, AUTO):
+            is_for_inputs = self.checkpoint_every and self.keep in (Tier.NVME.value, AUTO)
+            if self.offload_path is not None and not is_for_inputs:
                 raise ValueError(f"--offload-path {self.offload_path} says where, not what: add --offload nvme or auto")
             return None
         if self.offload == Tier.NVME.value and self.offload_path is None:
@@ -183,12 +185,21 @@ class TrainOptions:
         is_given = self.batch is not None or self.accumulate is not None
         return filled(self._shares(self.degrees.data_ranks(world)), self.pipeline, is_given=is_given)
 
+    @property
+    def leaves_batch_open(self) -> bool:
+        """The plan chooses how many sequences there are at a time: it has all it needs for that, and nobody else has
+        said it. A pipeline's micro-batches are as many as it needs, and states off the device have plans of their own.
+        """
+        asks = self.keep == AUTO and self.checkpoint_every > 0 and self.global_batch is not None
+        return asks and self.batch is None and self.accumulate is None and self.pipeline == 1 and self.offload is None
+
     def _shares(self, ranks: int) -> Shares:
         if self.global_batch is None:
             return Shares(self.batch or DEFAULT_BATCH, ranks, self.accumulate or 1)
         each = share(self.global_batch, ranks).micro
         if self.batch is None and self.accumulate is None:
-            return share(self.global_batch, ranks, max(n for n in range(1, self.at_once + 1) if each % n == 0))
+            most = self.at_once or DEFAULT_BATCH
+            return share(self.global_batch, ranks, max(n for n in range(1, most + 1) if each % n == 0))
         if self.batch is None:
             assert self.accumulate is not None
             if each % self.accumulate:

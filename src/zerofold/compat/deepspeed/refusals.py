@@ -4,9 +4,10 @@ from __future__ import annotations
 
 PACKAGE = "zerofold.compat.deepspeed"
 
-_MODEL_PARALLEL = "pipeline and tensor parallelism are still to come"
+_TENSOR = "give initialize(mpu=zf.mesh(tensor=...)), or zf.tensor_parallel a plan"
+_PIPELINE = "use zf.pipeline, with zf.prepare(mesh=zf.mesh(pipeline=...))"
 _EXPERTS = "expert parallelism is still to come; experts in the model itself train at every stage"
-_SEQUENCE = "sequence parallelism is still to come"
+_SEQUENCE = "zf.tensor_parallel(model, mesh, sequence_parallel=True) cuts sequences between the layers"
 _INFERENCE = "zerofold trains; for inference use the model itself, engine.module.generate, or an inference server"
 _KERNELS = "zerofold has no kernels to build"
 _REASONS = {
@@ -17,14 +18,14 @@ _REASONS = {
     "inference": _INFERENCE,
     "DeepSpeedHybridEngine": _INFERENCE,
     "runtime.hybrid_engine": _INFERENCE,
-    "tp_model_init": _MODEL_PARALLEL,
-    "set_autotp_mode": _MODEL_PARALLEL,
-    "module_inject": _MODEL_PARALLEL,
-    "runtime.tensor_parallel": _MODEL_PARALLEL,
-    "pipe": _MODEL_PARALLEL,
-    "PipelineModule": _MODEL_PARALLEL,
-    "PipelineEngine": _MODEL_PARALLEL,
-    "runtime.pipe": _MODEL_PARALLEL,
+    "tp_model_init": _TENSOR,
+    "set_autotp_mode": _TENSOR,
+    "module_inject": _TENSOR,
+    "runtime.tensor_parallel": _TENSOR,
+    "pipe": _PIPELINE,
+    "PipelineModule": _PIPELINE,
+    "PipelineEngine": _PIPELINE,
+    "runtime.pipe": _PIPELINE,
     "moe": _EXPERTS,
     "sequence": _SEQUENCE,
     "runtime.sequence_parallel": _SEQUENCE,

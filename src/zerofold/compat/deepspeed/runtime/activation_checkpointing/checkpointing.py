@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from zerofold.activation.checkpointing import checkpoint as checkpoint_activations
 from zerofold.compat.activations import keep_as, keeping
-from zerofold.compat.deepspeed.utils.logging import logger
+from zerofold.compat.deepspeed.utils.logging import logger, print_rank_0
 from zerofold.config import read
 from zerofold.parallel.mesh import Mesh
 
@@ -32,12 +33,35 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 def _checkpoint(function: Callable[..., Any], args: Any, *, use_reentrant: bool) -> Any:
     how = keeping()
+    if how.profiles:
+        function = _Timed(function).run
     if how.synchronizes:
         _synchronize()
     result = checkpoint_activations(function, *args, use_reentrant=use_reentrant, store=how.store)
     if how.synchronizes:
         _synchronize()
     return result
+
+
+class _Timed:
+    """A function that says what each of its calls took, the device's work included."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._calls = 0
+
+    def run(self, *args: Any) -> Any:
+        when = "in backward, again" if self._calls else "in forward"
+        self._calls += 1
+        _synchronize()
+        start = time.perf_counter()
+        try:
+            return self._function(*args)
+        finally:  # torch ends a second call by an exception, as soon as it has what backward wants
+            _synchronize()
+            milliseconds = 1e3 * (time.perf_counter() - start)
+            name = getattr(self._function, "__name__", type(self._function).__name__)
+            print_rank_0(f"checkpoint of {name}: {milliseconds:.2f} ms {when}")
 
 
 def _synchronize() -> None:
@@ -72,6 +96,7 @@ def configure(
     given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
         "cpu_checkpointing": checkpoint_in_cpu,
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
@@ -83,10 +108,6 @@ def configure(
         logger.warning(
             "deepspeed.checkpointing.configure: partition_activations: there are no tensor ranks to cut inputs over, "
             "so they are kept whole: give mpu_=, or what zf.mesh(tensor=…) returned"
-        )
-    if section.get("profile"):
-        logger.warning(
-            "deepspeed.checkpointing.configure: profile: zf.ledger(model).record() shows where the time of a step goes"
         )
 
 
