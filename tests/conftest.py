@@ -1,10 +1,16 @@
 """Fixtures shared by all tests, and which of them only `make test-all` runs."""
 
+import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+# Before torch is there, which reads it once: threads that wait for each other spin otherwise, and on busy cores a small
+# operation of two threads takes ten times as long as that of one. The processes that tests start inherit both settings.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
+import torch
 
 from ranks import RankPool
 
@@ -145,6 +151,11 @@ THOROUGH = [
     r"test_activation.py::test_every_row_and_way_gives_the_same_bits\[hsdp\]",
 ]
 
+# Not beside a GPU, where the host's cores have large tensors to update.
+if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
 # First, one after another: eight processes take long to start, and push those of other tests out.
 EIGHT_RANKS = {"test_3d.py", "test_mesh.py", "test_mesh_checkpoint.py", "test_mesh_checkpoint_kinds.py"}
 
@@ -152,8 +163,9 @@ EIGHT_RANKS = {"test_3d.py", "test_mesh.py", "test_mesh_checkpoint.py", "test_me
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in EIGHT_RANKS)
+    thorough = re.compile("|".join(THOROUGH))
     for item in items:
-        if any(re.search(pattern, item.nodeid) for pattern in THOROUGH):
+        if thorough.search(item.nodeid):
             item.add_marker(pytest.mark.thorough)
 
 
