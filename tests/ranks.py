@@ -47,12 +47,13 @@ from zerofold.engine import Engine
 from zerofold.groups import Groups
 from zerofold.watch import Watch
 
-# Not transformers: it looks once for DeepSpeed, for which tests put something else.
+# Of transformers no model: with the first one it looks once for DeepSpeed, for which tests put something else.
 PRELOADED = [
     "numpy",
     "torch",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
+    "transformers.cache_utils",
     "zerofold.engine",
     "zerofold.parallel.pipeline",
     "zerofold.prepare",
@@ -62,6 +63,9 @@ START_TIMEOUT_S = 120
 # How long the others may take to answer once a rank has failed: they are often stuck in a collective with it.
 GRACE_S = 3.0
 EXPECTED_ERROR_GRACE_S = 15.0
+# Meshes leave their groups behind, since torch remembers meshes and takes an old one for an equal new one. A group has
+# three threads or more, of which one polls: 270 take a seventh of a core on every rank. A new world costs a second.
+MOST_THREADS = 100
 
 
 Ended = SimpleQueue[list[dist.ProcessGroup]]
@@ -79,6 +83,7 @@ class Answer:
     error: str | None = None  # "ValueError: the message", or how the process ended
     details: str = ""  # the traceback
     group_is_gone: bool = False  # the function destroyed the default process group
+    threads: int = 0  # of the process, before the call
 
 
 def raised(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -112,13 +117,14 @@ class RankPool:
         """Run `fn(*args, **kwargs)` on every rank and return the values in rank order.
 
         With `expect_error`, a rank that failed gives "TypeName: message" in place of its value.
-        A world in which anything failed is thrown away: its collectives may be half done.
+        A world in which anything failed is thrown away: its collectives may be half done. So is one with many threads:
+        those of groups that were left behind.
         """
         call = _pack(fn, args, kwargs)
         world = self._world(world_size)
         answers = world.run(call, timeout, EXPECTED_ERROR_GRACE_S if expect_error else GRACE_S)
         failed = any(answer.error is not None for answer in answers)
-        if failed or any(answer.group_is_gone for answer in answers):
+        if failed or any(answer.group_is_gone or answer.threads > MOST_THREADS for answer in answers):
             self._drop(world_size)
         if failed and not expect_error:
             raise RankError(_report(fn, answers))
@@ -273,12 +279,13 @@ def _drop(ended: Ended) -> None:
 
 
 def _answer(call: bytes, ended: Ended) -> bytes:
+    threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
     _reset()
     try:
         fn, args, kwargs = pickle.loads(call)
         value = fn(*args, **kwargs)
         del args, kwargs
-        packed = pickle.dumps(Answer(value=value, group_is_gone=not dist.is_initialized()))
+        packed = pickle.dumps(Answer(value=value, group_is_gone=not dist.is_initialized(), threads=threads))
         del value
     except Exception as error:
         packed = pickle.dumps(Answer(error=_describe(error), details=traceback.format_exc()))
@@ -310,9 +317,9 @@ def _end_groups() -> list[dist.ProcessGroup]:
             left.append(thing.group)
             thing.group = None  # type: ignore[assignment]
     names = dist.distributed_c10d._world.pg_names
-    # One that its members made alone is named after them: made anew, it would find the old one's addresses.
     ended = [group for group in set(left) if group is not None]
     for group in ended:
+        # One that its members made alone is named after them: made anew, it would find the old one's addresses.
         if names.get(group, "").isdigit():
             dist.destroy_process_group(group)
     return ended
