@@ -1,13 +1,14 @@
 """The pool of rank processes itself: values come back, errors are told in full, a failure ends the world."""
 
 import os
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import RankError, RankPool, raised
+from ranks import MOST_THREADS, RankError, RankPool, raised
 
 
 def who(offset: int = 0) -> tuple[int, int]:
@@ -148,3 +149,18 @@ def test_the_least_recently_used_world_goes_first() -> None:
     assert len(pool.process_ids(2)) == 2
     pool.close()
     assert pool.process_ids(2) == []
+
+
+def make_groups(count: int) -> None:
+    for _ in range(count):
+        dist.new_group([0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by Linux")
+def test_a_world_with_the_threads_of_many_groups_is_made_anew(ranks: RankPool) -> None:
+    before = ranks(1, process_id)
+    ranks(1, make_groups, 2)
+    assert ranks(1, process_id) == before
+    ranks(1, make_groups, MOST_THREADS)
+    assert ranks(1, process_id) == before  # counted when this call began, before which nobody knew
+    assert ranks(1, process_id) != before
