@@ -1,5 +1,6 @@
 """Fixtures shared by all tests, and which of them only `make test-all` runs."""
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -167,6 +168,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if thorough.search(item.nodeid):
             item.add_marker(pytest.mark.thorough)
+
+
+def pytest_collection_finish() -> None:
+    # Modules and thousands of tests, which live on: looking through them took most of a second in each collection.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
