@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zerofold as zf
 from ranks import MOST_THREADS, RankError, RankPool, raised
 
 
@@ -164,3 +165,27 @@ def test_a_world_with_the_threads_of_many_groups_is_made_anew(ranks: RankPool) -
     ranks(1, make_groups, MOST_THREADS)
     assert ranks(1, process_id) == before  # counted when this call began, before which nobody knew
     assert ranks(1, process_id) != before
+
+
+def train_and_leave() -> None:
+    model = torch.nn.Linear(8, 8)
+    model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+
+def threads(at_most: int, seconds: float) -> int:
+    """So many, or after some seconds: groups that have ended are dropped beside the calls."""
+    end = time.monotonic() + seconds
+    while (count := len(os.listdir("/proc/self/task"))) > at_most and time.monotonic() < end:
+        time.sleep(0.01)
+    return count
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by Linux")
+def test_groups_of_models_that_were_left_open_end(ranks: RankPool) -> None:
+    ranks(2, train_and_leave)
+    before = max(ranks(2, threads, 0, 0.5))
+    for _ in range(5):
+        ranks(2, train_and_leave)
+    assert max(ranks(2, threads, before, 10.0)) <= before
