@@ -6,10 +6,6 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-# Before torch is there, which reads it once: threads that wait for each other spin otherwise, and on busy cores a small
-# operation of two threads takes ten times as long as that of one. The processes that tests start inherit both settings.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 import pytest
 import torch
 
@@ -152,9 +148,11 @@ THOROUGH = [
     r"test_activation.py::test_every_row_and_way_gives_the_same_bits\[hsdp\]",
 ]
 
-# Not beside a GPU, where the host's cores have large tensors to update.
+# Threads that wait for each other spin: on busy cores a small operation of two takes ten times as long as that of one.
+# Processes that tests start inherit both settings. Not beside a GPU, where the host has large tensors to update.
 if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for those that ask for more threads all the same
     torch.set_num_threads(1)
 
 # First, one after another: eight processes take long to start, and push those of other tests out.
