@@ -14,7 +14,7 @@ from ranks import RankPool
 if TYPE_CHECKING:
     from browser import Page
 
-# More of what other cases of the same test show: without them `make test` takes a quarter of an hour on two cores.
+# More of what other cases of the same test show, for which `make test` would take longer than anyone waits.
 THOROUGH = [
     r"test_pipeline.py::test_every_schedule_at_every_stage",
     r"test_pipeline.py::test_every_schedule_trains_as_one_process_does\[zero_bubble-2\]",
