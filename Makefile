@@ -8,6 +8,9 @@ READY  := $(VENV)/.ready
 PEERS  := $(VENV)/.ready-bench
 ARGS   ?=
 
+# Tests start many processes, and each would compile all of the library anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-all bench matrix lint setup clean
 
 train: setup

@@ -1,17 +1,20 @@
 """Fixtures shared by all tests, and which of them only `make test-all` runs."""
 
+import gc
+import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from ranks import RankPool
 
 if TYPE_CHECKING:
     from browser import Page
 
-# More of what other cases of the same test show: without them `make test` takes a quarter of an hour on two cores.
+# More of what other cases of the same test show, for which `make test` would take longer than anyone waits.
 THOROUGH = [
     r"test_pipeline.py::test_every_schedule_at_every_stage",
     r"test_pipeline.py::test_every_schedule_trains_as_one_process_does\[zero_bubble-2\]",
@@ -147,6 +150,13 @@ THOROUGH = [
     r"test_mesh_checkpoint.py::test_any_mesh_goes_on_where_the_cube_was\[8-sizes[013]-\d-1\]",
 ]
 
+# Threads that wait for each other spin: on busy cores a small operation of two takes ten times as long as that of one.
+# Processes that tests start inherit both settings. Not beside a GPU, where the host has large tensors to update.
+if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for those that ask for more threads all the same
+    torch.set_num_threads(1)
+
 # First, one after another: eight processes take long to start, and push those of other tests out.
 EIGHT_RANKS = {"test_3d.py", "test_mesh.py", "test_mesh_checkpoint.py", "test_mesh_checkpoint_kinds.py"}
 
@@ -154,9 +164,16 @@ EIGHT_RANKS = {"test_3d.py", "test_mesh.py", "test_mesh_checkpoint.py", "test_me
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in EIGHT_RANKS)
+    thorough = re.compile("|".join(THOROUGH))
     for item in items:
-        if any(re.search(pattern, item.nodeid) for pattern in THOROUGH):
+        if thorough.search(item.nodeid):
             item.add_marker(pytest.mark.thorough)
+
+
+def pytest_collection_finish() -> None:
+    # Modules and thousands of tests, which live on: looking through them took most of a second in each collection.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

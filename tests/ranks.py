@@ -26,6 +26,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import OrderedDict
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy
@@ -45,12 +47,13 @@ from zerofold.engine import Engine
 from zerofold.groups import Groups
 from zerofold.watch import Watch
 
-# Not transformers: it looks once for DeepSpeed, for which tests put something else.
+# Of transformers no model: with the first one it looks once for DeepSpeed, for which tests put something else.
 PRELOADED = [
     "numpy",
     "torch",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
+    "transformers.cache_utils",
     "zerofold.engine",
     "zerofold.parallel.pipeline",
     "zerofold.prepare",
@@ -60,6 +63,12 @@ START_TIMEOUT_S = 120
 # How long the others may take to answer once a rank has failed: they are often stuck in a collective with it.
 GRACE_S = 3.0
 EXPECTED_ERROR_GRACE_S = 15.0
+# Meshes leave their groups behind, since torch remembers meshes and takes an old one for an equal new one. A group has
+# three threads or more, of which one polls: 270 take a seventh of a core on every rank. A new world costs a second.
+MOST_THREADS = 100
+
+
+Ended = SimpleQueue[list[dist.ProcessGroup]]
 
 
 class RankError(AssertionError):
@@ -74,6 +83,7 @@ class Answer:
     error: str | None = None  # "ValueError: the message", or how the process ended
     details: str = ""  # the traceback
     group_is_gone: bool = False  # the function destroyed the default process group
+    threads: int = 0  # of the process, before the call
 
 
 def raised(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -107,13 +117,14 @@ class RankPool:
         """Run `fn(*args, **kwargs)` on every rank and return the values in rank order.
 
         With `expect_error`, a rank that failed gives "TypeName: message" in place of its value.
-        A world in which anything failed is thrown away: its collectives may be half done.
+        A world in which anything failed is thrown away: its collectives may be half done. So is one with many threads:
+        those of groups that were left behind.
         """
         call = _pack(fn, args, kwargs)
         world = self._world(world_size)
         answers = world.run(call, timeout, EXPECTED_ERROR_GRACE_S if expect_error else GRACE_S)
         failed = any(answer.error is not None for answer in answers)
-        if failed or any(answer.group_is_gone for answer in answers):
+        if failed or any(answer.group_is_gone or answer.threads > MOST_THREADS for answer in answers):
             self._drop(world_size)
         if failed and not expect_error:
             raise RankError(_report(fn, answers))
@@ -151,6 +162,8 @@ class World:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._pipes: list[connection.Connection] = []
         self._processes: list[Any] = []
+        # Not a file: whoever waits for a key there looks every 10 ms, three times and more for every model.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # Ranks are forked from a process that has imported everything and done nothing: a tenth of a second each.
         context = get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -158,7 +171,7 @@ class World:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, world_size, str(self._folder), theirs),
+                args=(rank, world_size, self._store.port, str(self._folder), theirs),
                 name=f"rank{rank}",
                 daemon=True,
             )
@@ -233,7 +246,7 @@ class World:
         return {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection) -> None:
+def _serve(rank: int, world_size: int, store_port: int, folder: str, pipe: connection.Connection) -> None:
     """The life of a rank process: join the group, then run calls until the other end closes."""
     gc.freeze()  # what was imported before the fork
     # Ctrl-C reaches the whole terminal; the test process decides what happens to the ranks.
@@ -244,43 +257,52 @@ def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection)
     stack_file = _stack_file(Path(folder), rank).open("w")
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-    store = dist.FileStore(str(Path(folder) / "store"), world_size)
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     )
+    ended: Ended = SimpleQueue()
+    threading.Thread(target=_drop, args=(ended,), name="ended groups", daemon=True).start()
     pipe.send_bytes(pickle.dumps(Answer()))
     while True:
         try:
             call = pipe.recv_bytes()
         except EOFError:
             return
-        pipe.send_bytes(_answer(call))
+        pipe.send_bytes(_answer(call, ended))
 
 
-def _answer(call: bytes) -> bytes:
+def _drop(ended: Ended) -> None:
+    """Gloo's thread of a group sees only every 10 ms that its group has gone: nothing that a test should wait for."""
+    while True:
+        ended.get()
+
+
+def _answer(call: bytes, ended: Ended) -> bytes:
+    threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
     _reset()
     try:
         fn, args, kwargs = pickle.loads(call)
         value = fn(*args, **kwargs)
         del args, kwargs
-        packed = pickle.dumps(Answer(value=value, group_is_gone=not dist.is_initialized()))
+        packed = pickle.dumps(Answer(value=value, group_is_gone=not dist.is_initialized(), threads=threads))
         del value
     except Exception as error:
         packed = pickle.dumps(Answer(error=_describe(error), details=traceback.format_exc()))
     # Models hold cycles with their hooks, and hooks hold groups and buffers: free them before the next test. What is
     # left are modules, and looking through all of transformers after every test would take longer than most tests.
     gc.collect()
-    _end_groups()
+    ended.put(_end_groups())
     gc.freeze()
     return packed
 
 
-def _end_groups() -> None:
+def _end_groups() -> list[dist.ProcessGroup]:
     """Those of models that a test did not close: autograd's hooks keep such a model alive, every gloo group of it has a
     thread that polls, and after hundreds of tests they would take a core.
     """
     if not dist.is_initialized():
-        return
+        return []
     left: list[dist.ProcessGroup | None] = []
     for thing in gc.get_objects():  # since the last freeze
         if type(thing) is Watch:
@@ -295,10 +317,12 @@ def _end_groups() -> None:
             left.append(thing.group)
             thing.group = None  # type: ignore[assignment]
     names = dist.distributed_c10d._world.pg_names
-    for group in set(left) - {None}:
+    ended = [group for group in set(left) if group is not None]
+    for group in ended:
         # One that its members made alone is named after them: made anew, it would find the old one's addresses.
-        if names.get(group, "").isdigit():  # type: ignore[arg-type]
+        if names.get(group, "").isdigit():
             dist.destroy_process_group(group)
+    return ended
 
 
 def _reset() -> None:

@@ -97,7 +97,7 @@ def misbehave(odd: str, model: nn.Module, optimizer: torch.optim.Optimizer, batc
     elif odd == "slow":
         time.sleep(4)
     elif odd == "stop":
-        time.sleep(9)
+        time.sleep(8)
     elif odd == "die":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -146,12 +146,12 @@ def train_and_note_warnings(**settings: Any) -> list[str]:
 
 
 def test_a_rank_that_stops_is_warned_of_and_then_raised(ranks: Any) -> None:
-    first, second = ranks(2, train_and_note_warnings, patience=6, expect_error=True)
+    first, second = ranks(2, train_and_note_warnings, patience=5, expect_error=True)
     for said in (first, second):  # the one that stopped is told when it comes back
         assert "rank 1 has made no call for " in said
         assert "test_faults.py" in said
         assert "rank 0 waits in all_gather of 'the root'" in said
-        assert "patience=6" in said
+        assert "patience=5" in said
     assert "| rank 0 waits: rank 1 has made no call for" in first
 
 

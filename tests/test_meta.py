@@ -204,7 +204,7 @@ def test_adapters_start_as_nothing(ranks: Any) -> None:
     assert ranks(2, adapters) == [[0.0] * 3] * 2
 
 
-WIDTH, LAYERS = 2048, 12
+WIDTH, LAYERS = 2048, 9
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)
 
 
@@ -239,4 +239,4 @@ def test_no_more_than_the_shards_and_one_unit_is_ever_held(monkeypatch: pytest.M
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     for grown, shards in run_ranks(peak_of_materialising, world, 3):
         assert shards == pytest.approx(LAYERS * UNIT / world, rel=0.01)
-        assert shards < grown <= shards + UNIT + 4 * 2**20  # a little for sockets; the whole model takes 192 MiB
+        assert shards < grown <= shards + UNIT + 4 * 2**20  # a little for sockets; the whole model takes 144 MiB

@@ -89,10 +89,12 @@ def random_space(seed: int) -> Space:
     )
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(25, 400, 25))])
-def test_the_choice_is_that_of_trying_every_point(first: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 12), *(pytest.param(n, 25, marks=pytest.mark.thorough) for n in range(0, 400, 25))]
+)
+def test_the_choice_is_that_of_trying_every_point(first: int, count: int) -> None:
     chosen, kept, nothing = set(), set(), 0
-    for seed in range(first, first + 25):
+    for seed in range(first, first + count):
         space = random_space(seed)
         space = replace(space, micro_batches=space.micro_batches or (1, 2, 4))
         all_that_fit, found = by_trying_all(space), searched(space)
@@ -106,7 +108,7 @@ def test_the_choice_is_that_of_trying_every_point(first: int) -> None:
         kept |= {(each.point.checkpoints_on, each.point.partition) for each in got}
     assert len(chosen) >= 3  # the machines differ enough to ask for different answers
     assert len(kept) >= 3  # and keep checkpoints in different places
-    assert nothing < 15
+    assert nothing < 0.6 * count
 
 
 def test_seventy_billion_on_1024_devices() -> None:

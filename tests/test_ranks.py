@@ -1,13 +1,15 @@
 """The pool of rank processes itself: values come back, errors are told in full, a failure ends the world."""
 
 import os
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import RankError, RankPool, raised
+import zerofold as zf
+from ranks import MOST_THREADS, RankError, RankPool, raised
 
 
 def who(offset: int = 0) -> tuple[int, int]:
@@ -148,3 +150,42 @@ def test_the_least_recently_used_world_goes_first() -> None:
     assert len(pool.process_ids(2)) == 2
     pool.close()
     assert pool.process_ids(2) == []
+
+
+def make_groups(count: int) -> None:
+    for _ in range(count):
+        dist.new_group([0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by Linux")
+def test_a_world_with_the_threads_of_many_groups_is_made_anew(ranks: RankPool) -> None:
+    before = ranks(1, process_id)
+    ranks(1, make_groups, 2)
+    assert ranks(1, process_id) == before
+    ranks(1, make_groups, MOST_THREADS)
+    assert ranks(1, process_id) == before  # counted when this call began, before which nobody knew
+    assert ranks(1, process_id) != before
+
+
+def train_and_leave() -> None:
+    model = torch.nn.Linear(8, 8)
+    model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+
+def threads(at_most: int, seconds: float) -> int:
+    """So many, or after some seconds: groups that have ended are dropped beside the calls."""
+    end = time.monotonic() + seconds
+    while (count := len(os.listdir("/proc/self/task"))) > at_most and time.monotonic() < end:
+        time.sleep(0.01)
+    return count
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by Linux")
+def test_groups_of_models_that_were_left_open_end(ranks: RankPool) -> None:
+    ranks(2, train_and_leave)
+    before = max(ranks(2, threads, 0, 0.5))
+    for _ in range(5):
+        ranks(2, train_and_leave)
+    assert max(ranks(2, threads, before, 10.0)) <= before
