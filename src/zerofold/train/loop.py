@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import warnings
@@ -58,6 +59,7 @@ def train(options: TrainOptions, rank: int, world: int, device: torch.device) ->
     with StopSignals() as signals, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the checkpoint .* was not saved")  # `save` says it, once
         training = Training(options, rank, world, device)
+        gc.freeze()  # what is there now stays: to look through it again and again stops every thread for 0.2 s
         if rank != 0:
             return training.run(None, signals)
         with Reporter(plain=options.plain, steps=options.step_limit) as reporter:

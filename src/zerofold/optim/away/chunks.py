@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -87,12 +87,12 @@ class Chunk:
         return slab is self.slab and key != self.key and start < self.stop and self.start < stop
 
     @property
-    def work(self) -> Hashable:
+    def work(self) -> str:
         """Equal for two updates of one chunk that do the same: to the same gradients, unchanged since, while the first
-        chunk keeps their memory from being given to others."""
+        chunk keeps their memory from being given to others. A string is one object to keep; tuples would be dozens."""
         gradients = [(p.gradient.data_ptr(), p.gradient._version, p.gradient.dtype) for p in self.pieces]
         numbers = [(p.start, p.stop, p.settings, p.step, p.seed) for p in self.pieces]
-        return self.scaling, tuple(zip(numbers, gradients, strict=True))
+        return repr((self.scaling, numbers, gradients))
 
     def tensors(self, states: Sequence[Tensor], gradients: Sequence[Tensor], copies: Sequence[Tensor | None]) -> Groups:
         """For the kernel, by settings, with the states in other memory perhaps."""

@@ -11,7 +11,7 @@ old one. So it is always right, and in vain where gradients are clipped: after t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -111,7 +111,7 @@ class EarlyUpdates:
             self._worker.submit(partial(self._run, [(chunk, chunk.work) for chunk in chunks], last.update))
         )
 
-    def _run(self, chunks: Sequence[tuple[Chunk, Hashable]], last: LastUpdate) -> None:
+    def _run(self, chunks: Sequence[tuple[Chunk, str]], last: LastUpdate) -> None:
         if not all(job.is_done for job in last.jobs):  # the host's cores are behind
             return
         for end in last.ends:

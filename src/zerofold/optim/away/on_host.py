@@ -32,7 +32,8 @@ class HostUpdate:
         """`states` are the chunk's master and moments in host memory. They are updated when the job is done; the copy
         has then set out for where forward needs it, and `then` was told its arrival."""
         work = [_PieceWork(chunk, piece, states, self._numbers_of(chunk, piece)) for piece in chunk.pieces]
-        strips = [partial(self._update, each, first) for each in work for first in each.strips]
+        update = self._update  # once: each mention of a method is an object of its own
+        strips = [partial(update, each, first) for each in work for first in each.strips]
         return self._pool.submit(strips, lambda: then(self._send(work)))
 
     def _numbers_of(self, chunk: Chunk, piece: Piece) -> Numbers:

@@ -19,7 +19,7 @@ turn in between, and not after the whole update.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class _Early(NamedTuple):
     """An update before its step."""
 
     chunk: Chunk
-    work: Hashable
+    work: str
     old: Slot
     """The states before, and the copy that forward is to get."""
     made: torch.cuda.Event
@@ -128,7 +128,7 @@ class DeviceUpdate:
     def close(self) -> None:
         self._sender.shutdown()
 
-    def run_early(self, chunk: Chunk, work: Hashable) -> None:
+    def run_early(self, chunk: Chunk, work: str) -> None:
         """Under backward, when its gradients are there. They may still change: `work` is what they were."""
         torch.cuda.set_device(self._device)
         self._clear_way(chunk)  # of a backward before this one
