@@ -6,6 +6,7 @@ On the CPU, through a device that is the host (`test_through_device.py`); on a G
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,31 @@ def test_states_that_stay_go_down_when_somebody_looks(ranks: Any) -> None:
     assert 0 < rest < whole / 2
     assert some_stay == [whole, some_stay[1], rest, rest, whole - rest, 0]
     assert rest < some_stay[1] < whole  # half of them stay from the second step on, the others from the third
+
+
+def read_beside_states_on_their_way(seconds: float) -> Tensor:
+    """What forward gives when gradients are where parameters were, so that these are made from their masters."""
+    with pytest.MonkeyPatch.context() as patch:
+        send = through_device.DeviceUpdate._send_down
+
+        def slowly(*given: Any) -> Any:
+            time.sleep(seconds)
+            return send(*given)
+
+        patch.setattr(through_device.DeviceUpdate, "_send_down", slowly)
+        with updated_through_the_device(1.0, clip=NEVER, place=PLACES["all"]) as (model, optimizer):
+            train(model, optimizer, 2)
+            backward(model, 2)
+            (found,) = a_forward(model, optimizer)
+            return found
+
+
+def test_masters_on_their_way_down_are_waited_for(ranks: Any) -> None:
+    (at_once,), (late,) = (
+        ranks(1, read_beside_states_on_their_way, 0.0),
+        ranks(1, read_beside_states_on_their_way, 0.02),
+    )
+    assert torch.equal(at_once, late)
 
 
 def begun_while_states_are_copied() -> int:
