@@ -76,12 +76,16 @@ def test_a_row_counts_the_window_to_the_last_update():
 def test_only_what_is_off_the_device_counts_as_offloaded():
     tiers = {"device": {"optimizer": 30}, "host": {"optimizer": 60, "gradients": 7}, "nvme": {"optimizer": 30}}
     predicted = {"device": {"optimizer": 15 * GIB, "parameters": 15 * GIB}, "host": {"optimizer": 2 * GIB}}
-    row = row_of(replace(OUTCOME, books={"tier_bytes": tiers, "offload": {"predicted": predicted}}))
+    update = {"host_threads": 8.0, "host_elements": 890259456.0, "host_seconds": 0.530841162999991}
+    books = {"tier_bytes": tiers, "offload": {"predicted": predicted, "update": update}}
+    row, large = (row_of(replace(OUTCOME, books=books), engine=engine) for engine in ("zf3_nvme", "zf3_large"))
     assert row.offloaded_parameters == round(0.75 * SIZE.parameters)
     assert details(row)[1:] == [
-        "device: 30.00 GiB predicted, 30.00 GiB measured (+0.0%)",
+        "device: 30.00 GiB predicted for states and the update, 30.00 GiB at the peak",
         "host: 2.00 GiB predicted, 3.00 GiB measured (+50.0%)",
+        "update: host threads 8, host elements 8.9e+08, host seconds 0.531",
     ]
+    assert "device: 30.00 GiB predicted, 30.00 GiB measured (+0.0%)" in details(large)
 
 
 @pytest.mark.parametrize(

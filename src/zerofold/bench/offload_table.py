@@ -11,6 +11,7 @@ from rich.table import Table
 
 from zerofold.bench.offload_engines import OFFLOAD_ENGINES
 from zerofold.bench.offload_rows import OffloadRow
+from zerofold.placement import Tier
 
 TIMES = ("\ns/step", "\nmedian", "over\nplain", "tokens\n/s", "start\ns", "clip\nbinds", "first\nloss", "last\nloss")
 MEMORY = ("GPU\npeak", "over\nactiv.", "re-\nserved", "host\npeak", "at the\nstart", "host B\n/param", "\ndisk")
@@ -54,7 +55,7 @@ def print_tables(console: Console, rows: Sequence[OffloadRow], title: str) -> No
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))  # fits 80 columns
     table.add_column("\nengine", no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -63,7 +64,8 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 
 def details(row: OffloadRow) -> list[str]:
     """What one row has to tell beside its figures in the table."""
-    lines = [row.model] if OFFLOAD_ENGINES[row.engine.partition("@")[0]].is_large else []
+    is_large = OFFLOAD_ENGINES[row.engine.partition("@")[0]].is_large
+    lines = [row.model] if is_large else []
     if row.disk_read_per_parameter is not None:
         lines.append(
             f"disk: {row.disk_read_per_parameter:.1f} bytes read and {row.disk_written_per_parameter:.1f} written per "
@@ -77,13 +79,17 @@ def details(row: OffloadRow) -> list[str]:
             "GB/s that it does alone, half read and half written"
         )
     for tier, both in (row.tiers or {}).items():
-        line = f"{tier}: {both['predicted_gib']:.2f} GiB predicted, {both['measured_gib']:.2f} GiB measured"
-        if both["predicted_gib"]:
-            line += f" ({both['measured_gib'] / both['predicted_gib'] - 1:+.1%})"
-        lines.append(line)
+        predicted, measured = both["predicted_gib"], both["measured_gib"]
+        if tier == Tier.DEVICE.value and not is_large:  # of which activations and room to be faster are most
+            lines.append(
+                f"{tier}: {predicted:.2f} GiB predicted for states and the update, {measured:.2f} GiB at the peak"
+            )
+            continue
+        over = f" ({measured / predicted - 1:+.1%})" if predicted else ""
+        lines.append(f"{tier}: {predicted:.2f} GiB predicted, {measured:.2f} GiB measured{over}")
     update = (row.books or {}).get("offload", {}).get("update")
     if update:
-        lines.append("update: " + ", ".join(f"{name} {value}" for name, value in update.items()))
+        lines.append("update: " + ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in update.items()))
     return lines
 
 
