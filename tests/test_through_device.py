@@ -135,6 +135,24 @@ def test_chunks_that_wait_on_the_device_are_those_on_the_host(ranks: Any) -> Non
     assert ranks(1, places_that_differ) == [[]]
 
 
+def states_beside_a_host_that_updates_too() -> list[float]:
+    """The shares with which they differ from those of a host alone."""
+    wrong, expected = [], None
+    for share, lasting in ((0.0, 0), (0.4, 30), (0.8, 30)):  # of 29 chunks
+        with updated_through_the_device(share, lasting=lasting) as (model, optimizer):
+            train(model, optimizer, 5)
+            found = states(model, optimizer)
+        expected = expected or found
+        if not all(map(torch.equal, found, expected)):
+            wrong.append(share)
+    return wrong
+
+
+def test_states_that_stay_are_never_updated_on_the_host_as_well(ranks: Any) -> None:
+    """In the step that gets room for them the parameters are still dealt out as before, others in the next one."""
+    assert ranks(1, states_beside_a_host_that_updates_too) == [[]]
+
+
 def changed_between_steps() -> bool:
     found = []
     for share in (0.0, 1.0):

@@ -67,6 +67,7 @@ class DeviceUpdate:
         self._early: dict[tuple[object, int, int], _Early] = {}
         self._lasting: dict[tuple[object, int, int], _Lasting] = {}
         self._most_lasting = 0
+        self._may_last: frozenset[object] = frozenset()  # slabs
         self.stood = 0  # elements of this step that were updated early
         # Of this step, as many as can wait for the next, without their gradients; and when each is down.
         self._first: list[tuple[Chunk, Done]] = []
@@ -82,13 +83,15 @@ class DeviceUpdate:
         kept += [each.slot for each in list(self._lasting.values())]
         return sum(slot.nbytes for slot in (*self._slots, *self._staged.values(), *kept))
 
-    def begin(self, changed: set[object], more: Sequence[Slot] = ()) -> None:
+    def begin(self, changed: set[object], more: Sequence[Slot] = (), may_last: frozenset[object] = frozenset()) -> None:
         """What the step before has sent down may come up again now. `changed`: slabs that somebody else has changed;
-        `more`: for as many chunks, which stay from now on."""
+        `more`: for as many chunks, which stay from now on; `may_last`: slabs of which no later step updates a part on
+        the host, where it would find states of long ago."""
         torch.cuda.set_device(self._device)
         self._first, self._has_run, self.stood = [], False, 0
         self._slots.extend(more)
         self._most_lasting += len(more)
+        self._may_last = may_last
         for key in [key for key in self._staged if key[0] in changed]:
             self._slots.appendleft(self._staged.pop(key))
         for key in [key for key in self._lasting if key[0] in changed]:
@@ -239,8 +242,9 @@ class DeviceUpdate:
             usable = self._kernel.record_event()
             self._times[1].record(self._kernel)
         usable = self._send_copies(chunk, copies, usable)
-        stays = chunk.key in self._lasting or len(self._lasting) < self._most_lasting
-        if stays and chunk.copy is not None:  # else forward computes with what the host has
+        has_room = chunk.key in self._lasting or len(self._lasting) < self._most_lasting
+        # Without a copy, forward computes with what the host has.
+        if has_room and chunk.slab in self._may_last and chunk.copy is not None:
             self._lasting[chunk.key] = _Lasting(chunk, slot, usable)
             return Ends(Done(usable), Done(usable))
         complete = slot.free = IsDown(self._sender.submit(self._send_down, chunk, slot, usable))

@@ -147,7 +147,9 @@ class AwayUpdates:
             changed: set[object] = {slab for slab, _, _ in work if self._versions.get(slab) != versions_of(slab)}
             if self._early is not None:
                 self._last += self._early.begin_step(scaling, upcoming)
-            self._last.append(self._device_worker.submit(partial(through.begin, changed, slots)))
+            self._last.append(
+                self._device_worker.submit(partial(through.begin, changed, slots, frozenset(self._special)))
+            )
         for slab, pieces, moments in work:  # the first is under way while the others are prepared
             update = self._announce(slab)
             gradients = slab.gradients
