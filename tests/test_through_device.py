@@ -119,6 +119,7 @@ def places_that_differ() -> list[str]:
 def test_a_device_is_filled_by_halves_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     slot, used, emptied = slots.CHUNK * slots.BYTES, 100, []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: used * slot)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: (used - 4) * slot)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(used))
     filling, found = slots.Filling(CPU, 140 * slot), []
     for step in range(9):
@@ -129,6 +130,21 @@ def test_a_device_is_filled_by_halves_of_what_steps_leave(monkeypatch: pytest.Mo
     assert len(emptied) == 5  # so that they are not cut out of what activations left
     used = 0
     assert filling.more() == 0  # what a step happens to leave later is not taken
+
+
+def test_a_short_step_does_not_fill_what_a_long_one_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is emptied where chunks get room, so what is reserved then tells of the step after that alone."""
+    slot, peak, filled = slots.CHUNK * slots.BYTES, 0, 0
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: (needed + filled) * slot)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak * slot)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    filling = slots.Filling(CPU, 140 * slot)
+    for needed in (120, 120, *[60] * 8):
+        peak = max(peak, needed + filled)
+        filled += filling.more()
+    assert 15 <= filled <= 20
+    needed = 120
+    assert needed + filled <= 140
 
 
 def test_chunks_that_wait_on_the_device_are_those_on_the_host(ranks: Any) -> None:

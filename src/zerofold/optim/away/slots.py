@@ -45,23 +45,30 @@ class Filling:
     """Lets more and more chunks stay on the device, until its memory is used up to a limit.
 
     What a step takes, with all that lies unused between its blocks, shows when it is over. So the chunks of a step get
-    half of what the one before has left.
+    half of what the one before has left, or what the largest before it would leave beside all chunks: a step of short
+    sequences must not use up what the next one of long sequences needs again.
     """
 
     def __init__(self, device: torch.device, limit: int) -> None:
         self._device, self._limit = device, limit
         self._steps, self._is_full = 0, False
+        self._given = 0  # bytes of chunks
+        self._largest = 0  # bytes that a step had in use beside them
 
     def more(self) -> int:
         """Called in every step: for how many chunks there is room now."""
         self._steps += 1
-        if self._is_full or self._steps == 1:  # only from then on gradients stay on the device
+        if self._is_full:
             return 0
-        left = self._limit - torch.cuda.memory_reserved(self._device)
-        count = max(0, left // 2 // (CHUNK * BYTES))
+        self._largest = max(self._largest, torch.cuda.max_memory_allocated(self._device) - self._given)
+        if self._steps == 1:  # only from then on gradients stay on the device
+            return 0
+        taken = max(torch.cuda.memory_reserved(self._device), self._largest + self._given)
+        count = max(0, (self._limit - taken) // 2 // (CHUNK * BYTES))
         if count:
             torch.cuda.empty_cache()  # else their memory is cut out of large blocks that activations will want again
         self._is_full = not count
+        self._given += count * CHUNK * BYTES
         return count
 
 
