@@ -1,7 +1,9 @@
 """The built-in job end to end on tiny sizes: it learns, ranks agree, and what it writes can be read back."""
 
+import gc
 import json
 import math
+import weakref
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import RankPool, raised
+from zerofold.train import loop
 from zerofold.train.gpt import GPTConfig
 from zerofold.train.loop import Result, cosine, train
 from zerofold.train.options import TrainOptions
@@ -50,6 +53,31 @@ def test_it_learns_and_leaves_a_readable_run(ranks: RankPool, tmp_path: Path, st
 
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["stage"], config["world"], config["gpt"]["hidden"]) == (stage, 2, 32)
+
+
+def test_what_goes_in_cycles_while_it_is_built_is_not_kept_for_ever(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the garbage collector is told to leave alone it never frees, a copy of the model on a device, say."""
+
+    class Circle:
+        def __init__(self) -> None:
+            self.me = self
+
+    class Built:
+        def __init__(self, *_: Any) -> None:
+            self.left = weakref.ref(Circle())
+
+        def run(self, *_: Any) -> bool:
+            gc.collect()
+            return self.left() is None
+
+    monkeypatch.setattr(loop, "Training", Built)
+    try:
+        is_gone: Any = train(TrainOptions(out=tmp_path / "run", gpt=TINY), 1, 2, torch.device("cpu"))
+    finally:
+        gc.unfreeze()
+    assert is_gone
 
 
 def test_the_same_seed_gives_the_same_run(ranks: RankPool, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def train(options: TrainOptions, rank: int, world: int, device: torch.device) ->
     with StopSignals() as signals, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the checkpoint .* was not saved")  # `save` says it, once
         training = Training(options, rank, world, device)
+        gc.collect()  # or what goes in cycles by now, with its memory, would stay as well
         gc.freeze()  # what is there now stays: to look through it again and again stops every thread for 0.2 s
         if rank != 0:
             return training.run(None, signals)
