@@ -18,6 +18,8 @@ from tensor_blocks import LAYERS, ROWS, WIDTH, TensorBlock, tensor_data, tensor_
 from zerofold.activation.partition import Partition
 from zerofold.compat.activations import keeping
 from zerofold.compat.deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
+from zerofold.compat.deepspeed.utils import groups
+from zerofold.compat.mesh_in_use import use_mesh
 
 
 def trained(spread: zf.Mesh, stage: int, rows: int, *, is_cut: bool, how: dict[str, Any]) -> list[Tensor]:
@@ -302,8 +304,14 @@ def by_a_config(tensor: int) -> tuple[list[float], int, tuple[int, ...]]:
         dist.all_reduce(mean)
         losses.append(mean.item() / dist.get_world_size())
     found = engine.get_batch_info(), engine.dp_world_size
+    # Whoever deals out samples by DeepSpeed's own functions has to give tensor ranks the same.
+    assert groups._get_data_parallel_world_size() == engine.dp_world_size
+    assert groups._get_data_parallel_rank() == dist.get_rank() // tensor
+    assert groups._get_model_parallel_world_size() == tensor
+    assert dist.get_world_size(groups._get_data_parallel_group()) == engine.dp_world_size
     engine.destroy()
     deepspeed_checkpointing.configure()
+    use_mesh(None)
     return losses, most, (*found[0], found[1])
 
 

@@ -18,6 +18,7 @@ from zerofold.compat.activations import keep_as
 from zerofold.compat.engine import DeepSpeedEngine
 from zerofold.compat.engine_checkpoints import keep_config
 from zerofold.compat.leaves import leaf_units
+from zerofold.compat.mesh_in_use import data_rank, use_mesh
 from zerofold.compat.optimizers import make_optimizer
 from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.config.settings import FileMonitor
@@ -82,6 +83,7 @@ def initialize(
     _check_mesh(mpu, mesh_param)
     given_config = read(_one_config(args, config, config_params))
     device = init_distributed(distributed_port=distributed_port, auto=dist_init_required is not False, device_of=model)
+    use_mesh(mpu)
     ranks = dist.get_world_size() if mpu is None else mpu.data * mpu.replicate
     settings = resolve(given_config, world=ranks, device=device, model=model)
     announce(settings, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
@@ -284,7 +286,7 @@ def make_loader(
         raise TypeError(f"training_data must be a torch Dataset, not {type(data).__name__}")
     sampler: DistributedSampler[Any] | None = None
     if not is_iterable:
-        rank = dist.get_rank() if mesh is None else mesh.coordinate["replicate"] * mesh.data + mesh.coordinate["data"]
+        rank = dist.get_rank() if mesh is None else data_rank(mesh)
         sampler = DistributedSampler(data, settings.world, rank, drop_last=settings.dataloader_drop_last)
     return Loader(
         data,
