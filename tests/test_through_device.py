@@ -169,6 +169,23 @@ def test_states_that_stay_are_never_updated_on_the_host_as_well(ranks: Any) -> N
     assert ranks(1, states_beside_a_host_that_updates_too) == [[]]
 
 
+def memory_for_states_that_stay(room: int) -> list[float]:
+    """In slots, where all can stay, and where none can: parameters on the host are made from what is there."""
+    taken = []
+    for place, precision in (({"optimizer": "host"}, "bf16"), ({"optimizer": "host", "parameters": "host"}, None)):
+        with updated_through_the_device(1.0, lasting=room, place=place, precision=precision) as (model, optimizer):
+            train(model, optimizer, 4)
+            updates: Any = Engine.of(model).updates
+            updates.finish()
+            taken.append(len(updates._through._slots) + len(updates._through._lasting) - through_device.SLOTS)
+    return taken
+
+
+def test_no_more_memory_is_taken_than_there_are_states_that_can_stay(ranks: Any) -> None:
+    assert ranks(1, memory_for_states_that_stay, 10) == [[10, 0]]
+    assert ranks(1, memory_for_states_that_stay, 100) == [[29, 0]]
+
+
 def changed_between_steps() -> bool:
     found = []
     for share in (0.0, 1.0):

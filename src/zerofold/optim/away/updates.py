@@ -208,13 +208,16 @@ class AwayUpdates:
                 slab.gradients.staying = slab.streamed
 
     def _more_slots(self) -> list[Slot]:
-        """For chunks that stay from now on. Their slabs stream whole."""
+        """For chunks that stay from now on, as many as there are at most. Their slabs stream whole."""
         if self.way.filling is None or self._through is None:
             return []
-        slots = [Slot(self._device) for _ in range(self.way.filling.more())]
+        # Without a copy, forward computes with what the host has.
+        staying = [slab for slab in self._streaming if slab.copy_of_shard is not None]
+        needed = sum(map(count_of_chunks, staying)) - self._lasting
+        slots = [Slot(self._device) for _ in range(min(needed, self.way.filling.more()))] if needed > 0 else []
         self._lasting += len(slots)
         self._special, chunks = [], self._lasting
-        for slab in self._streaming:
+        for slab in staying:
             if chunks <= 0:
                 break
             self._special.append(slab)
