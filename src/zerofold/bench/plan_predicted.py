@@ -69,7 +69,7 @@ def peak_bytes(shape: ModelShape, run: Run, precision: str, device: str) -> int:
 
 
 class Beforehand(NamedTuple):
-    """All that was measured for the predicted seconds of a model, before any run that they are compared with."""
+    """All that was measured for the predicted seconds of a model, in none of the runs that they are compared with."""
 
     model: str
     rates: Rates
