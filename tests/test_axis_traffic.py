@@ -190,6 +190,56 @@ def test_blocks_that_are_computed_again_as_torch_counts_them(ranks: Any, way: st
         assert found[1:] == [(found[0][1],) * 2] * 2
 
 
+def rebuilt(when: str) -> list[dict[str, Any]]:
+    """What a step adds to the books, where inputs of blocks are kept in parts."""
+    mesh = zf.mesh(tensor=2, device="cpu")
+    model = zf.tensor_parallel(gpt(), mesh, loss_parallel=True)  # its layers gather nothing
+    if when == "before":
+        zf.checkpoint_blocks(model, partition=mesh, units=Block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = zf.prepare(model, optimizer, mesh=mesh, stage=1, units=Block)
+    if when == "after":
+        zf.checkpoint_blocks(model, partition=mesh)
+    loss_of(model, batch()).backward()  # in the first step inputs are compared as well
+    ledger, found = zf.ledger(model), []
+    for _ in range(2):
+        shown, units = ledger.snapshot(), ledger.by_unit()
+        with ledger.record() as recording:
+            loss_of(model, batch()).backward()
+            optimizer.step()
+        now = ledger.snapshot()
+        found.append(
+            {
+                "sum": now["comm_bytes"]["all_gather"] - shown["comm_bytes"]["all_gather"],
+                "calls": now["comm_calls"]["all_gather"] - shown["comm_calls"]["all_gather"],
+                "axis": more(along(model, "tensor"), shown["comm_bytes_by_axis"]["tensor"])["all_gather"],
+                "units": [
+                    sent["all_gather"] - units[name]["all_gather"]
+                    for name, sent in ledger.by_unit().items()
+                    if name.startswith("blocks.")
+                ],
+                "rows": [row.nbytes for row in recording.comm() if row[:2] == ("all_gather", "tensor")],
+            }
+        )
+    zf.close(model)
+    return found
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_inputs_put_together_from_parts_count_by_collective_and_by_unit(ranks: Any, when: str) -> None:
+    """One gather a block, whether blocks were checkpointed before the model was sharded or after."""
+    one = STREAM // 2
+    expected = {
+        "sum": LAYERS * one,
+        "calls": LAYERS,
+        "axis": LAYERS * one,
+        "units": [one] * LAYERS,
+        "rows": [LAYERS * one],
+    }
+    for found in ranks(2, rebuilt, when):
+        assert found == [expected] * 2
+
+
 def accumulated() -> list[int]:
     model, optimizer = prepared("gpt", {}, units=Block)
     calls = [calls_along_tensor(model)]
