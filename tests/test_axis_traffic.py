@@ -18,6 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofold as zf
 from zerofold.bench.gpt import GPT, Block, GPTSize
+from zerofold.engine import Engine
+from zerofold.observe.predicted import predictions
+from zerofold.train import gpt as train_gpt
+from zerofold.train.amounts import workload
 from zerofold.train.gpt import GPTConfig
 from zerofold.train.loop import train
 from zerofold.train.options import TrainOptions
@@ -238,6 +242,31 @@ def test_inputs_put_together_from_parts_count_by_collective_and_by_unit(ranks: A
     }
     for found in ranks(2, rebuilt, when):
         assert found == [expected] * 2
+
+
+def gathered_and_planned() -> tuple[float, float]:
+    """Bytes of a step along the tensor axis, of inputs in parts and of logits."""
+    mesh = zf.mesh(tensor=2, device="cpu")
+    size = GPTConfig(layers=4, hidden=32, heads=2, seq=32)
+    model = zf.tensor_parallel(train_gpt.GPT(size), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = zf.prepare(model, optimizer, mesh=mesh, stage=1, units=train_gpt.Block)
+    zf.checkpoint_blocks(model, partition=mesh)
+    tokens, ledger = torch.zeros(2, 32, dtype=torch.long), zf.ledger(model)
+    model(tokens, tokens).backward()
+    with ledger.record() as recording:
+        model(tokens, tokens).backward()
+        optimizer.step()
+    options = TrainOptions(out=Path("none"), gpt=size, tensor=2, checkpoint_every=1, batch=2, keep="device")
+    planned = predictions(Engine.of(model), recording, ledger.snapshot(), "fp32", workload(options, 2)).sent
+    (sent,) = (row.nbytes for row in recording.comm() if row[:2] == ("all_gather", "tensor"))
+    zf.close(model)
+    return sent, planned["all_gather", "tensor"]
+
+
+def test_the_plan_beside_a_run_knows_of_parts(ranks: Any) -> None:
+    for sent, planned in ranks(2, gathered_and_planned):
+        assert sent == planned > 4 * 2 * 32 * 32 * 4 / 2
 
 
 def accumulated() -> list[int]:
