@@ -74,6 +74,7 @@ def ledger_of(steps: int) -> dict[str, Any]:
         "steps": steps, "tokens_per_step": 32768, "flops_per_step": 2.4e13, "peak_flops": 7.92e14,
         "state_bytes": states, "peak_state_bytes": peak,
         "tier_bytes": {"device": {"gradients": 4 * shard}, "host": {"optimizer": 12 * shard}, "nvme": {}},
+        "peak_kept_bytes": {"host": {"checkpoints": 50_331_648, "activations": 12_582_912}},
         "units": [
             {"name": name, "parameters": size, "state_bytes": {"optimizer": 12 * size // WORLD}, "comm_bytes": 4 * size}
             for name, size in [("", ROOT), *((f"blocks.{number}", BLOCK) for number in range(BLOCKS))]

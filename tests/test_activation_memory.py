@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,7 @@ def kept_over_formula(every: int, batch: int) -> float:
     shown = zf.ledger(model).snapshot()
     assert shown["temporary_bytes"]["checkpoints"] == checkpointing.arena_nbytes == kept
     assert shown["checkpoint_bytes"] == {"device": 0, "host": 0, "nvme": 0}
+    assert shown["peak_checkpoint_bytes"] == {"device": kept, "host": 0, "nvme": 0}
     zf.close(model)
     return kept / numbers.paper(batch, every).activation_checkpoints
 
@@ -274,10 +277,41 @@ def test_the_threshold_and_plain_models() -> None:
     with zf.offload_activations(model, above=INPUT + 1) as store:
         model(x).sum().backward()
         assert store.nbytes["host"] == 0
+    pickle.dumps(model)  # without what is known of its activations
     with pytest.raises(ValueError, match='keep="device" would move nothing'), zf.offload_activations(keep="device"):
         pass
     with pytest.raises(ValueError, match="above='big' is no size"), zf.offload_activations(above="big"):
         pass
+
+
+def in_the_ledger(keep: str, path: str | None) -> None:
+    model = zf.shard(layers(), stage=3, units=nn.Linear)
+    assert "activation_bytes" not in zf.ledger(model).snapshot()
+    away = (LAYERS + 1) * INPUT
+    if keep == "nvme":
+        away -= INPUT  # the last one has not left yet
+    for forwards, most in ((1, 1), (2, 2), (1, 2)):
+        losses = []
+        for _ in range(forwards):  # backward comes after all of them
+            with zf.offload_activations(model, above=INPUT, together=INPUT, keep=keep, path=path) as store:
+                losses.append(model(first_input()).sum())
+            shown = zf.ledger(model).snapshot()
+            assert shown["activation_bytes"][keep] == len(losses) * away
+            assert shown["activation_bytes"]["device"] == len(losses) * INPUT == shown["temporary_bytes"]["activations"]
+        sum(losses).backward()
+        losses.clear()
+        shown = zf.ledger(model).snapshot()
+        assert shown["activation_bytes"] == {"device": 0, "host": 0, "nvme": 0}
+        assert shown["peak_activation_bytes"][keep] == most * away
+        gone = weakref.ref(store)
+        del store
+        assert gone() is None  # the ledger keeps no pinned memory
+    zf.close(model)
+
+
+@pytest.mark.parametrize("keep", ["host", "nvme"])
+def test_what_has_left_the_device_is_in_the_ledger(ranks: Any, tmp_path: Path, keep: str) -> None:
+    ranks(1, in_the_ledger, keep, str(tmp_path) if keep == "nvme" else None)
 
 
 @pytest.mark.parametrize("keep", ["host", "device"])

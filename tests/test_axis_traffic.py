@@ -18,6 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofold as zf
 from zerofold.bench.gpt import GPT, Block, GPTSize
+from zerofold.engine import Engine
+from zerofold.observe.predicted import predictions
+from zerofold.train import gpt as train_gpt
+from zerofold.train.amounts import workload
 from zerofold.train.gpt import GPTConfig
 from zerofold.train.loop import train
 from zerofold.train.options import TrainOptions
@@ -188,6 +192,81 @@ def test_blocks_that_are_computed_again_as_torch_counts_them(ranks: Any, way: st
         again = found[0][1] - (4 * LAYERS + 3)
         assert again == 0 if way == "plain" else LAYERS <= again <= 2 * LAYERS  # torch may leave out what nobody needs
         assert found[1:] == [(found[0][1],) * 2] * 2
+
+
+def rebuilt(when: str) -> list[dict[str, Any]]:
+    """What a step adds to the books, where inputs of blocks are kept in parts."""
+    mesh = zf.mesh(tensor=2, device="cpu")
+    model = zf.tensor_parallel(gpt(), mesh, loss_parallel=True)  # its layers gather nothing
+    if when == "before":
+        zf.checkpoint_blocks(model, partition=mesh, units=Block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = zf.prepare(model, optimizer, mesh=mesh, stage=1, units=Block)
+    if when == "after":
+        zf.checkpoint_blocks(model, partition=mesh)
+    loss_of(model, batch()).backward()  # in the first step inputs are compared as well
+    ledger, found = zf.ledger(model), []
+    for _ in range(2):
+        shown, units = ledger.snapshot(), ledger.by_unit()
+        with ledger.record() as recording:
+            loss_of(model, batch()).backward()
+            optimizer.step()
+        now = ledger.snapshot()
+        found.append(
+            {
+                "sum": now["comm_bytes"]["all_gather"] - shown["comm_bytes"]["all_gather"],
+                "calls": now["comm_calls"]["all_gather"] - shown["comm_calls"]["all_gather"],
+                "axis": more(along(model, "tensor"), shown["comm_bytes_by_axis"]["tensor"])["all_gather"],
+                "units": [
+                    sent["all_gather"] - units[name]["all_gather"]
+                    for name, sent in ledger.by_unit().items()
+                    if name.startswith("blocks.")
+                ],
+                "rows": [row.nbytes for row in recording.comm() if row[:2] == ("all_gather", "tensor")],
+            }
+        )
+    zf.close(model)
+    return found
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_inputs_put_together_from_parts_count_by_collective_and_by_unit(ranks: Any, when: str) -> None:
+    """One gather a block, whether blocks were checkpointed before the model was sharded or after."""
+    one = STREAM // 2
+    expected = {
+        "sum": LAYERS * one,
+        "calls": LAYERS,
+        "axis": LAYERS * one,
+        "units": [one] * LAYERS,
+        "rows": [LAYERS * one],
+    }
+    for found in ranks(2, rebuilt, when):
+        assert found == [expected] * 2
+
+
+def gathered_and_planned() -> tuple[float, float]:
+    """Bytes of a step along the tensor axis, of inputs in parts and of logits."""
+    mesh = zf.mesh(tensor=2, device="cpu")
+    size = GPTConfig(layers=4, hidden=32, heads=2, seq=32)
+    model = zf.tensor_parallel(train_gpt.GPT(size), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = zf.prepare(model, optimizer, mesh=mesh, stage=1, units=train_gpt.Block)
+    zf.checkpoint_blocks(model, partition=mesh)
+    tokens, ledger = torch.zeros(2, 32, dtype=torch.long), zf.ledger(model)
+    model(tokens, tokens).backward()
+    with ledger.record() as recording:
+        model(tokens, tokens).backward()
+        optimizer.step()
+    options = TrainOptions(out=Path("none"), gpt=size, tensor=2, checkpoint_every=1, batch=2, keep="device")
+    planned = predictions(Engine.of(model), recording, ledger.snapshot(), "fp32", workload(options, 2)).sent
+    (sent,) = (row.nbytes for row in recording.comm() if row[:2] == ("all_gather", "tensor"))
+    zf.close(model)
+    return sent, planned["all_gather", "tensor"]
+
+
+def test_the_plan_beside_a_run_knows_of_parts(ranks: Any) -> None:
+    for sent, planned in ranks(2, gathered_and_planned):
+        assert sent == planned > 4 * 2 * 32 * 32 * 4 / 2
 
 
 def accumulated() -> list[int]:

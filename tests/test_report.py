@@ -41,6 +41,7 @@ def test_the_numbers_are_those_of_the_files(tmp_path: Path) -> None:
     reduced = next(each for each in found["communication"] if each["operation"] == "reduce_scatter")
     assert reduced["off_percent"] == pytest.approx(100 * 65536 / (4 * PSI * (WORLD - 1) // WORLD), rel=1e-6)
     assert found["time"]["rest"] == pytest.approx(0.262 - 0.256)
+    assert found["peak_kept_bytes"] == ledger_of(40)["peak_kept_bytes"]
     assert found["missing"] == []
     assert len(found["timeline"]["spans"]) == sum(1 for event in events() if event["ph"] == "X")
     assert found["timeline"]["names"][:2] == ["", "blocks.0"]
@@ -93,6 +94,7 @@ def test_values_of_other_kinds_are_left_out(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=3)
     ledger = ledger_of(3)
     ledger |= {"psi": "many", "hints": 3, "comm": [1, {"operation": None}], "time": [], "tier_bytes": 1, "units": {}}
+    ledger |= {"peak_kept_bytes": [1]}
     (folder / "ledger.json").write_text(json.dumps(ledger))
     odd = [*events(), {"ph": "X", "ts": None}, {"ph": "X", "ts": 1, "dur": -1}, 7, {"ph": "C", "name": "memory"}]
     (folder / "timeline.json").write_text(json.dumps({"traceEvents": odd}))

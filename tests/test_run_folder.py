@@ -59,6 +59,26 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[
     return lines, ledger, json.loads((folder / "timeline.json").read_text())["traceEvents"]
 
 
+def keeping_on_the_host(folder: Path) -> dict[str, dict[str, int]]:
+    model = zf.shard(TinyGPT(), stage=3, units=TinyBlock)
+    checkpointing = zf.checkpoint_blocks(model, keep="host")
+    tokens = torch.randint(0, 90, (2, 16))
+    with zf.Run(folder, model) as run, zf.offload_activations(model, above="1KiB") as store:
+        loss = model(tokens, tokens)
+        kept = {"checkpoints": checkpointing.nbytes["host"], "activations": store.nbytes["host"]}
+        loss.backward()
+        run.step(loss=loss, tokens=32)
+    zf.close(model)
+    return {"host": kept}
+
+
+def test_what_waited_for_backward_off_the_device_is_in_the_books(ranks: RankPool, tmp_path: Path) -> None:
+    (kept,) = ranks(1, keeping_on_the_host, tmp_path / "run")
+    found = read(tmp_path / "run")[1]["peak_kept_bytes"]
+    assert found["host"] == kept["host"]
+    assert min(kept["host"].values()) > 0
+
+
 @pytest.mark.parametrize(("stage", "offload"), [(0, None), (2, None), (3, None), (3, {"optimizer": "host"})])
 def test_own_loops_leave_what_a_report_reads(ranks: RankPool, tmp_path: Path, stage: int, offload: Any) -> None:
     ranks(2, own_loop, tmp_path / "run", stage, offload, peak_flops=1e12)

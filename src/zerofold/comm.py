@@ -117,6 +117,8 @@ class Traffic:
     last_started: float = 0.0  # on time.monotonic()'s clock
     clock: Clock = field(default_factory=Clock)
     """Of the engine whose traffic it is."""
+    onto: Traffic | None = None
+    """Where the same counts besides; the calls of a group apart are not remembered there."""
 
     def record(self, operation: str, unit: str, group: str, sent: float, itemsize: int) -> Call:
         self.number += 1
@@ -132,6 +134,8 @@ class Traffic:
         self.bytes[operation, unit] += times * sent * itemsize
         self.sent[operation, group] += times * sent * itemsize
         self.counts[operation, group] += times
+        if self.onto is not None:
+            self.onto.add(operation, unit, group, sent, itemsize, times=times)
 
     def bytes_by_operation(self) -> dict[str, int]:
         total: defaultdict[str, float] = defaultdict(float)

@@ -17,6 +17,7 @@ from zerofold.agree import agree
 from zerofold.boundary import Boundary
 from zerofold.buffers import Buffers
 from zerofold.changes import Changes
+from zerofold.comm import Traffic
 from zerofold.dealing import live_bound, split
 from zerofold.entry import EngineLink, Entry, Home
 from zerofold.filling import fill_new
@@ -75,15 +76,23 @@ class Updates(Protocol):
     def nbytes_on_device(self) -> int: ...
 
 
-class Checkpoints(Protocol):
-    """Inputs of checkpointed blocks that wait for backward."""
+class Activations(Protocol):
+    """What waits for backward, in bytes by tier."""
 
     @property
     def nbytes(self) -> dict[str, int]: ...
     @property
+    def peak_nbytes(self) -> dict[str, int]: ...
+
+
+class Checkpoints(Activations, Protocol):
+    """Inputs of checkpointed blocks that wait for backward."""
+
+    @property
     def arena_nbytes(self) -> int: ...
     @property
-    def sent_nbytes(self) -> int: ...
+    def is_cut(self) -> bool: ...
+    def count_in(self, traffic: Traffic | None) -> None: ...
 
 
 class Stages(Protocol):
@@ -222,6 +231,8 @@ class Engine:
         self.on_close: list[Callable[[], None]] = []
         self.is_closed = False
         setattr(model, _ATTRIBUTE, self)
+        if self.checkpoints is not None:
+            self.checkpoints.count_in(self.traffic)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Where parameters have owners: until `end_step`, this optimizer sees what this rank owns, and all of it."""
@@ -292,6 +303,11 @@ class Engine:
     def checkpoints(self) -> Checkpoints | None:
         """Of its blocks, where `zf.checkpoint_blocks` was called, before it was sharded or after."""
         return getattr(self.model, "_zerofold_checkpointing", None)
+
+    @property
+    def activations(self) -> Activations | None:
+        """That have left the device, where `zf.offload_activations` was called with this model."""
+        return getattr(self.model, "_zerofold_activations", None)
 
     @property
     def pipeline(self) -> Stages | None:
@@ -423,6 +439,8 @@ class Engine:
             _leave_shapes(slab)
         for undo in self.on_close:
             undo()
+        if self.checkpoints is not None:
+            self.checkpoints.count_in(None)
         self.boundary.remove()
         for slab in self.slabs():
             for parameter in slab.parameters:

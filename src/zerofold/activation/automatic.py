@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerofold.activation.chains import first_of
+from zerofold.activation.held import Held
 from zerofold.activation.partition import Partition
 from zerofold.activation.store import CheckpointStore
 from zerofold.engine import Engine
@@ -51,8 +52,9 @@ class Automatic:
         parts: Partition | None = None,
     ) -> None:
         self._blocks, self._every, self._path, self._budget = dict(blocks), every, path, budget
-        self._model, self._run, self._parts = model, run, parts
+        self._model, self._run, self.parts = model, run, parts
         self._largest = 0
+        self.held = Held()
         self.choice: Choice | None = None
         """None before the first forward."""
         self.stores: list[CheckpointStore] = []
@@ -71,15 +73,16 @@ class Automatic:
         if model is None:
             return
         found = self._choose(model, stream)
-        if self._parts is not None:
-            found = self._parts.furthest(found)
+        if self.parts is not None:
+            found = self.parts.furthest(found)
         if self.choice is not None and found.distance <= self.choice.distance:
             return
         self.choice = found
         if found.partition or found.keep != Tier.DEVICE.value:
             path = self._path if found.keep == Tier.NVME.value else None
-            parts = self._parts if found.partition else None
+            parts = self.parts if found.partition else None
             self.stores.append(CheckpointStore(found.keep, path=path, partition=parts))
+            self.held.add(self.stores[-1])
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f'keep="auto": {found.sentence}.', flush=True)
 
@@ -115,7 +118,7 @@ class Automatic:
             seen,
             machine,
             point,
-            can_cut=self._parts is not None,
+            can_cut=self.parts is not None,
             widths=Widths.of(engine.precision),
             tiers=tiers or None,
         )

@@ -19,8 +19,10 @@ from torch import nn
 from zerofold.activation.automatic import AUTO, Automatic
 from zerofold.activation.chains import NO_CHAIN, first_of, groups_of, run_in_turn, same_but_first
 from zerofold.activation.checkpointing import Policy, checkpoint
+from zerofold.activation.held import Held
 from zerofold.activation.partition import Partition
 from zerofold.activation.store import CheckpointStore
+from zerofold.comm import Traffic
 from zerofold.engine import Engine
 from zerofold.parallel.marks import sequence_ranks
 from zerofold.parallel.mesh import Mesh
@@ -142,6 +144,9 @@ class Checkpointing:
     ) -> None:
         self._model = weakref.ref(model)
         self._auto, self._store = auto, store
+        self._held = Held() if auto is None else auto.held
+        if store is not None:
+            self._held.add(store)
         self._modules = [module for group in groups for module in group.modules]
         self.groups = len(groups)
         """Inputs that are kept in a forward, where blocks take one each."""
@@ -152,6 +157,9 @@ class Checkpointing:
             for index, module in enumerate(group.modules):
                 _turn_into(module, _Member(group, index))
         setattr(model, _ON_MODEL, self)
+        engine = getattr(model, "_zerofold_engine", None)
+        if isinstance(engine, Engine):
+            self.count_in(engine.traffic)
 
     @property
     def store(self) -> CheckpointStore | None:
@@ -174,6 +182,7 @@ class Checkpointing:
         """From here on blocks keep what they compute. The memory of the store is given back."""
         for store in self._stores:
             store.close()
+        self.count_in(None)
         for module in self._modules:
             vars(module).pop(_ON_BLOCK, None)
             plain: Any = getattr(type(module), "_zerofold_plain", None)
@@ -186,7 +195,12 @@ class Checkpointing:
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes of kept inputs now, by tier. Those that autograd itself keeps on the device are not counted."""
-        return {tier: sum(store.nbytes[tier] for store in self._stores) for tier in ("device", "host", "nvme")}
+        return self._held.nbytes
+
+    @property
+    def peak_nbytes(self) -> dict[str, int]:
+        """The most of them at one moment, for each tier its own."""
+        return self._held.peak_nbytes
 
     @property
     def arena_nbytes(self) -> int:
@@ -196,8 +210,23 @@ class Checkpointing:
     @property
     def sent_nbytes(self) -> int:
         """What this rank has sent to rebuild inputs that were cut, as a ring would send it."""
-        partition = None if self.store is None else self.store.partition
-        return 0 if partition is None else partition.sent_nbytes
+        return 0 if self._partition is None else self._partition.sent_nbytes
+
+    @property
+    def is_cut(self) -> bool:
+        """Inputs are kept in parts, by tensor ranks that hold them alike."""
+        return self.store is not None and self.store.partition is not None
+
+    def count_in(self, traffic: Traffic | None) -> None:
+        """What is sent to rebuild inputs counts there too, from now on."""
+        if self._partition is not None:
+            self._partition.count_in(traffic)
+
+    @property
+    def _partition(self) -> Partition | None:
+        if self._auto is not None:
+            return self._auto.parts
+        return None if self._store is None else self._store.partition
 
     def is_on(self) -> bool:
         model = self._model()

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from zerofold.activation.held import Held
 from zerofold.activation.store import Block, CheckpointStore, Place
 from zerofold.engine import Engine
 from zerofold.offload.wishes import read_size
 from zerofold.sharded import ShardedTensor
 
+ON_MODEL = "_zerofold_activations"
 TOGETHER = 64 * 2**20
 """Bytes that come up one group ahead of their use: enough to hide the copies, little on the device."""
 
@@ -32,7 +34,7 @@ def offload_activations(
     and comes back before backward wants it. The numbers stay as they are, to the bit.
 
     model     whose parameters, gathered or not, and buffers are left where they are; Parameters and views of them are
-              in any case
+              in any case. Its ledger has the bytes that are kept.
     keep      "host" (pinned memory) or "nvme", with `path` the folder for it
     together  bytes that come back ahead of their use
 
@@ -51,6 +53,8 @@ def offload_activations(
     if keep == "device":
         raise ValueError('offload_activations: keep="device" would move nothing: use "host" or "nvme"')
     store = CheckpointStore(keep, path=path)
+    if model is not None:
+        _held_of(model).add(store)
     saver = _Saver(store, model, read_size("above", above), read_size("together", together))
     with saved_tensors_hooks(saver.pack, store.unpack):
         yield store
@@ -82,6 +86,17 @@ class _Saver:
         storage = tensor.untyped_storage()
         is_expanded = storage.nbytes() < tensor.nbytes  # a copy would be larger than what goes
         return not is_expanded and storage._cdata not in self._homes
+
+
+def _held_of(model: nn.Module) -> Held:
+    """Of this model, in the `with`s of its life together. Before it is sharded or after, the ledger finds it there."""
+    engine = getattr(model, "_zerofold_engine", None)
+    model = engine.model if isinstance(engine, Engine) else model
+    held = getattr(model, ON_MODEL, None)
+    if not isinstance(held, Held):
+        held = Held()
+        setattr(model, ON_MODEL, held)
+    return held
 
 
 def _device_of(model: nn.Module | None) -> torch.device:

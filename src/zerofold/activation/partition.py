@@ -31,8 +31,6 @@ from zerofold.memory.disk import DiskError
 from zerofold.parallel.mesh import TENSOR, Mesh
 from zerofold.plan.keeping import Choice
 
-_GROUP = "checkpoints"
-
 
 class Whole(NamedTuple):
     """What a kept part is of."""
@@ -106,16 +104,20 @@ class Partition:
             backend = None
             device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         # Groups live until torch.distributed ends: see `zerofold.groups.destroy`.
-        comm = Comm(make(backend=backend), device, Traffic(), overlap=True, name=_GROUP)
+        comm = Comm(make(backend=backend), device, Traffic(), overlap=True, name=TENSOR)
         if not has_files or comm.is_gloo or comm.is_alone:
             return cls(comm, comm)
         # The host asks how a read went. Over the device's group it would wait for the device.
         control = make(backend="gloo")
-        return cls(comm, Comm(control, torch.device("cpu"), comm.traffic, overlap=True, name=_GROUP))
+        return cls(comm, Comm(control, torch.device("cpu"), comm.traffic, overlap=True, name=TENSOR))
 
     @property
     def ranks(self) -> int:
         return self._comm.size
+
+    def count_in(self, traffic: Traffic | None) -> None:
+        """What is sent from now on counts there too: of an engine, whose own groups it has nothing to do with."""
+        self._comm.traffic.onto = traffic
 
     @property
     def sent_nbytes(self) -> int:

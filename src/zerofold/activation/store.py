@@ -198,6 +198,8 @@ class CheckpointStore:
         self._calls = _Calls()
         self.peak_device_nbytes = 0
         """The most bytes of kept tensors that were on the device at once."""
+        self.on_growth: Callable[[CheckpointStore, dict[str, int]], None] | None = None
+        """Told of `nbytes` whenever they may be more than before."""
 
     @property
     def depth(self) -> int:
@@ -323,7 +325,12 @@ class CheckpointStore:
         return own + sum(kept.nbytes for kept in self._present)
 
     def _note_peak(self) -> None:
-        self.peak_device_nbytes = max(self.peak_device_nbytes, self._device_nbytes)
+        if self.on_growth is None:
+            self.peak_device_nbytes = max(self.peak_device_nbytes, self._device_nbytes)
+            return
+        now = self.nbytes
+        self.peak_device_nbytes = max(self.peak_device_nbytes, now["device"])
+        self.on_growth(self, now)
 
     def _shelf_on(self, device: torch.device) -> Shelf:
         if self._shelf is None:

@@ -65,6 +65,7 @@ def book_of(
         "peak_state_bytes": dict(recording.peaks),
         "peak_bytes": recording.peak_bytes(),
         "tier_bytes": snapshot["tier_bytes"],
+        "peak_kept_bytes": _kept_for_backward(snapshot),
         "units": ledger.units(),
         "comm": [
             {
@@ -136,6 +137,16 @@ def ending(book: dict[str, Any]) -> list[str]:
     if book["hints"]:
         lines.append(f"Hint: {book['hints'][0]}")
     return lines
+
+
+def _kept_for_backward(snapshot: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """The most of it, by tier and kind, of what there was."""
+    peaks = {kind: snapshot.get(f"peak_{kind}_bytes", {}) for kind in ("checkpoint", "activation")}
+    found = {
+        tier.value: {f"{kind}s": most[tier.value] for kind, most in peaks.items() if most.get(tier.value)}
+        for tier in Tier
+    }
+    return {tier: kinds for tier, kinds in found.items() if kinds}
 
 
 def _named(row: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerofold.engine import Engine
+from zerofold.engine import Activations, Engine
 from zerofold.observe.recording import Recording
 from zerofold.observe.states import is_temporary, master_nbytes, nbytes_of, parameter_nbytes, totals
 from zerofold.observe.timeline import trace_events
@@ -36,7 +36,10 @@ class Ledger:
         activations and their gradients along "tensor" and "pipeline", counted whoever sends them.
         `temporary_bytes` are no states: gathered parameters not owned here, fused and cached buffers, and, with
         `zf.checkpoint_blocks` that keeps inputs itself, "checkpoints": its block of the device, used or not, or what
-        is on the device of those kept elsewhere. `checkpoint_bytes` has all of those by tier.
+        is on the device of those kept elsewhere. `checkpoint_bytes` has all of those by tier. After
+        `zf.offload_activations` with this model, "activations" are those that have not left the device yet or are back,
+        and `activation_bytes` has all of them by tier. `peak_checkpoint_bytes` and `peak_activation_bytes` are the most
+        of each, in each tier.
         With `zf.pipeline`, `pipeline_bytes` are what its last step held besides: all parameters of this rank's stages
         gathered, their whole gradients before the reduction, and buffers for what is received.
         On CUDA, `device_memory` is what torch's allocator has of the device, for everything in this process, and its
@@ -59,8 +62,10 @@ class Ledger:
                 "cached": engine.cache.nbytes,
                 "buffers": engine.pool.nbytes,
                 **self._checkpoints_on_device(),
+                **self._activations_on_device(),
             },
-            **self._checkpoints(),
+            **_by_time("checkpoint_bytes", engine.checkpoints),
+            **_by_time("activation_bytes", engine.activations),
             **self._pipeline(),
             **self._device_memory(),
             "tier_bytes": self._by_tier(),
@@ -92,24 +97,19 @@ class Ledger:
             if group in axes:
                 of_axis = found.setdefault(axes[group], {})
                 of_axis[operation] = of_axis.get(operation, 0) + round(sent)
-        if (
-            engine.checkpoints is not None and engine.checkpoints.sent_nbytes
-        ):  # by inputs that tensor ranks keep in parts
-            gathered = found[TENSOR].get("all_gather", 0)
-            found[TENSOR]["all_gather"] = gathered + engine.checkpoints.sent_nbytes
         return {"comm_bytes_by_axis": {axis: sent for axis, sent in found.items() if sent}}
 
     def _checkpoints_on_device(self) -> dict[str, int]:
         found = self._engine.checkpoints
         return {} if found is None else {"checkpoints": max(found.arena_nbytes, found.nbytes["device"])}
 
+    def _activations_on_device(self) -> dict[str, int]:
+        found = self._engine.activations
+        return {} if found is None else {"activations": found.nbytes["device"]}
+
     def _pipeline(self) -> dict[str, Any]:
         found = self._engine.pipeline
         return {} if found is None else {"pipeline_bytes": dict(found.memory)}
-
-    def _checkpoints(self) -> dict[str, Any]:
-        found = self._engine.checkpoints
-        return {} if found is None else {"checkpoint_bytes": found.nbytes}
 
     def _device_memory(self) -> dict[str, Any]:
         device = self._engine.device
@@ -261,6 +261,10 @@ class Ledger:
                     nbytes = sum(nbytes_of(value) for value in state.values() if hasattr(value, "nbytes"))
                     found[place[0].unit] = found.get(place[0].unit, 0) + nbytes
         return found
+
+
+def _by_time(name: str, kept: Activations | None) -> dict[str, dict[str, int]]:
+    return {} if kept is None else {name: kept.nbytes, f"peak_{name}": dict(kept.peak_nbytes)}
 
 
 def _tiers(slabs: Sequence[Slab]) -> dict[str, str]:

@@ -144,6 +144,7 @@ def _activations(engine: Engine, point: Point, workload: Workload) -> dict[tuple
         micro_batch=workload.micro_batch,
         accumulate=point.accumulate if stages is None else stages.microbatches,
         checkpoint_every=workload.checkpoint_every,
+        partition=engine.checkpoints is not None and engine.checkpoints.is_cut,
         tensor=spread.tensor,
         pipeline=spread.pipeline,
         sequence_parallel=sequence_ranks(engine.model) > 1,

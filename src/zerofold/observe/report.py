@@ -53,6 +53,7 @@ def report_of(run: RunFiles) -> dict[str, Any]:
         "state_bytes": numbers_in(ledger.get("state_bytes") or _last(run.metrics, "state_bytes")),
         "peak_state_bytes": numbers_in(ledger.get("peak_state_bytes")),
         "tier_bytes": _tiers(ledger.get("tier_bytes")),
+        "peak_kept_bytes": _tiers(ledger.get("peak_kept_bytes")),
         "units": [_unit(each) for each in objects_in(ledger.get("units"))],
         "timeline": None if run.timeline is None else timeline_of(run.timeline, STATES),
         "config": {str(key): _setting(value) for key, value in run.config.items()},

@@ -113,7 +113,10 @@ function held() {
   if (Object.keys(data.state_bytes).length) columns.push(["at the end", data.state_bytes]);
   if (Object.keys(data.peak_state_bytes).length) columns.push(["each at its own peak", data.peak_state_bytes]);
   for (const [tier, sizes] of Object.entries(data.tier_bytes)) if (Object.keys(sizes).length) columns.push([`on ${tier}`, sizes]);
+  const kept = Object.entries(data.peak_kept_bytes).map(([tier, sizes]) => [`for backward on ${tier}, peaks`, sizes]);
+  columns.push(...kept);
   if (!columns.length) return null;
+  const peaks = new Set([data.peak_state_bytes, ...kept.map(([, sizes]) => sizes)]);
   const names = [...new Set(columns.flatMap(([, sizes]) => Object.keys(sizes)))];
   const total = (sizes) => Object.values(sizes).reduce((sum, value) => sum + value, 0);
   const largest = Math.max(1, ...columns.map(([, sizes]) => total(sizes)));
@@ -121,7 +124,7 @@ function held() {
     legend(names.map((name) => [name, color(name)])),
     columns.map(([title, sizes]) => h("div", { style: "margin:0 0 8px" },
       // Peaks of different moments have no sum.
-      h("div", { style: "font-size:13px" }, sizes === data.peak_state_bytes ? title : `${title}: ${bytes(total(sizes))}`),
+      h("div", { style: "font-size:13px" }, peaks.has(sizes) ? title : `${title}: ${bytes(total(sizes))}`),
       stackedBar(Object.entries(sizes).map(([name, value]) => [name, value, color(name), bytes(value)]), largest))),
     table([["state", "text"], ...columns.map(([title]) => [title])],
       names.map((name) => [name, ...columns.map(([, sizes]) => sized(sizes[name] ?? null))]), { id: "states" }));
