@@ -195,12 +195,14 @@ _ONLY_ALLOCATE = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empt
 
 
 def _has_strides(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """An operator on each number by itself whose tensors are not all as one long row."""
+    """An operator on each number by itself whose tensors are not all as one long row. Where all are turned alike, they
+    are."""
     if torch.Tag.pointwise not in func.tags or not outputs:
         return False
-    size = outputs[0].numel()
+    shape, strides = outputs[0].shape, outputs[0].stride()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     large = [tensor for tensor in (*inputs, *outputs) if tensor.numel() > 1]
-    return any(tensor.numel() != size or not tensor.is_contiguous() for tensor in large)
+    return span != outputs[0].numel() or any((tensor.shape, tensor.stride()) != (shape, strides) for tensor in large)
 
 
 def _where(tensor: Tensor) -> int:
