@@ -33,6 +33,8 @@ ROOMS = [
     "plan",  # bytes, traffic and time of a step: arithmetic; what builds or runs a model for it stands further down
     "guard",
     "shard_spec",
+    "op_rules",
+    "refusals",
     "sharded",
     "cutting",
     "reduce",
@@ -80,6 +82,7 @@ ROOMS = [
     "compat.one_cycle",
     "compat.schedulers",
     "configured",
+    "checks",
     "prepare",
     "process_group",
     "compat",

@@ -27,8 +27,9 @@ from zerofold.calls import Accumulation, Calls, UnitCall
 from zerofold.comm import CommError
 from zerofold.nested import tensors_in
 from zerofold.reduction_order import ReductionOrder
+from zerofold.refusals import COPYING, PICKLING
 from zerofold.schedule import Schedule, in_backward
-from zerofold.sharded import COPYING, PICKLING, FaceGradient, ShardedTensor
+from zerofold.sharded import FaceGradient, ShardedTensor
 from zerofold.slab import Slab
 from zerofold.unit import Unit
 

@@ -1,4 +1,4 @@
-"""zf.shard, zf.attach, zf.prepare: the pieces put together, and every check that can be made before training."""
+"""zf.shard, zf.attach, zf.prepare: the pieces put together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,6 +16,7 @@ from zerofold.checkpoint.contents import Contents
 from zerofold.checkpoint.open import open_checkpoint
 from zerofold.checkpoint.saving import finish_saving
 from zerofold.checkpoint.sources import choose_sources, known_in_files, load_buffers, names_elsewhere
+from zerofold.checks import check_axes, check_kinds, check_numbers, check_ready, device_of
 from zerofold.comm import Comm
 from zerofold.configured import Config, configured, scheduler_of, shard_arguments
 from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
@@ -31,7 +31,7 @@ from zerofold.offloading import Offloading, make_offloading
 from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
-from zerofold.parallel.marks import HoldsStages, is_cut_into_stages, pipeline_ranks, tensor_ranks
+from zerofold.parallel.marks import HoldsStages, is_cut_into_stages
 from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
 from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
@@ -93,7 +93,7 @@ def prepare(
     if offload is not None:
         chosen["offload"] = offload
     if config is not None:
-        _check_ready(placed)
+        check_ready(placed)
         settings = configured(config, placed, optimizer, {**said, "clip": clip, "mesh": mesh})
         chosen |= shard_arguments(settings, optimizer) | {"accumulate": settings.accumulate}
         if offload is not None:
@@ -188,18 +188,18 @@ def shard(
     >>> zf.close(model)
     """
     module = _placed(model)
-    _check_ready(module)
-    _check_axes(module, mesh)
+    check_ready(module)
+    check_axes(module, mesh)
     if isinstance(mesh, Mesh):
         _spread(module, mesh)
     spread, mesh = (mesh, mesh.zero) if isinstance(mesh, Mesh) else (None, mesh)
-    _check_kinds(mesh, cost=cost, init=init)
+    check_kinds(mesh, cost=cost, init=init)
     blocks = None if spread is None else spread.all_zero
     control = make_control(mesh, overlap=overlap, blocks=blocks)
     model_group = None if spread is None else make_model_group(spread.groups(PIPELINE, TENSOR), control)
     job = make_job_group(model_group, control)
     try:
-        agree(job, lambda: _check_numbers(live_bytes, buffer_bytes, accumulate, patience, check_replicas))
+        agree(job, lambda: check_numbers(live_bytes, buffer_bytes, accumulate, patience, check_replicas))
         policy = agree(job, lambda: policy_of(precision))
         wish = agree(job, lambda: read_offload(offload))
         plan = agree(job, lambda: _plan(module, stage, cut, units, mesh, cost, live_bytes, device, policy))
@@ -305,31 +305,9 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
         engine.remove(gather=gather)
 
 
-def _check_axes(model: nn.Module, mesh: DeviceMesh | Mesh | None) -> None:
-    """ZeRO over ranks that hold other parts of the model would mix these, and their gradients, without a word."""
-    if not isinstance(mesh, Mesh) or mesh.tensor == 1:
-        spread = next((name for name, p in model.named_parameters() if hasattr(p, "placements")), None)
-        if spread is not None:
-            raise ValueError(
-                f"mesh: '{spread}' is a DTensor, and there is no mesh= with a tensor axis: pass mesh=zf.mesh(tensor=…)"
-            )
-    cut = {TENSOR: tensor_ranks(model), PIPELINE: pipeline_ranks(model)}
-    if mesh is not None and not isinstance(mesh, Mesh):  # somebody has chosen the ranks by hand
-        return
-    for axis, ranks in cut.items():
-        given = 1 if mesh is None else mesh.size(axis)
-        if ranks > 1 and given != ranks:
-            how = "zf.tensor_parallel" if axis == TENSOR else "zf.pipeline"
-            has = "there is no mesh=" if mesh is None else f"that of mesh= has {given}"
-            raise ValueError(
-                f"mesh: {how} has cut this {type(model).__name__} over {axis}={ranks} ranks, and {has}: pass the "
-                "zf.mesh with which it was cut"
-            )
-
-
 def _spread(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Over the tensor axis, unless that was done before. The optimizer gets what stands for DTensors now."""
-    _check_ready(model)
+    check_ready(model)
     if mesh.pipeline > 1 and not is_cut_into_stages(model):
         raise ValueError(
             f"mesh: pipeline={mesh.pipeline}, and this {type(model).__name__} has not been cut into stages: give what "
@@ -420,7 +398,7 @@ def _plan(
         raise ValueError("an earlier attempt to shard this model failed half way, so it cannot be used: build it again")
     if Engine.is_on(model):
         raise ValueError("this model is already sharded; call zf.close(model) first to shard it another way")
-    found = _device_of(model, mesh, device)
+    found = device_of(model, mesh, device)
     modules = find_units(model, units)
     assigned = assign(model, modules)
     world = len(ranks_along(mesh, chosen.optimizer.axes or AXES))
@@ -441,77 +419,3 @@ def _count_inside(engine: Engine, spread: Mesh) -> None:
 
 def _placed(model: nn.Module | HoldsStages) -> nn.Module:
     return model.model if isinstance(model, HoldsStages) else model
-
-
-def _check_ready(model: nn.Module) -> None:
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group yet: start the script with torchrun (or zerofold launch) and call "
-            "torch.distributed.init_process_group() before zerofold"
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-
-
-def _check_kinds(mesh: DeviceMesh | None, **functions: object) -> None:
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise TypeError(f"{name}={function!r} must be a function, or None")
-    if mesh is None:
-        return
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a zf.mesh(...) or a torch DeviceMesh, not {type(mesh).__name__}")
-    if not 1 <= mesh.ndim <= 2:
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions; pass the one or two to shard over, for example mesh['data']"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"rank {dist.get_rank()} is not in the mesh; only its ranks may call zerofold with it")
-    if mesh.ndim == 2 and not all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in (0, 1)):
-        ranks = mesh.mesh.tolist()
-        raise ValueError(f"mesh: ranks must ascend along both dimensions, as init_device_mesh makes them, not {ranks}")
-
-
-def _check_numbers(
-    live_bytes: int | None,
-    buffer_bytes: int | None,
-    accumulate: int,
-    patience: float | None,
-    check_replicas: int | None,
-) -> None:
-    numbers = {"live_bytes": live_bytes, "buffer_bytes": buffer_bytes, "accumulate": accumulate}
-    numbers["check_replicas"] = check_replicas
-    for name, number in numbers.items():
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
-            raise TypeError(f"{name}={number!r} must be a whole number")
-    if live_bytes is not None and live_bytes <= 0:
-        raise ValueError(f"live_bytes={live_bytes} must be a positive number of bytes, or None for the default")
-    if buffer_bytes is not None and buffer_bytes < 1024:
-        raise ValueError(f"buffer_bytes={buffer_bytes} is too small for a communication buffer; give at least 1024")
-    if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate} must be the number of backwards in a step, at least 1")
-    if check_replicas is not None and check_replicas < 1:
-        raise ValueError(f"check_replicas={check_replicas} must be a number of steps, or None for never")
-    if patience is not None and (not isinstance(patience, (int, float)) or not patience >= 5):
-        raise ValueError(
-            f"patience={patience!r} must be a number of seconds, at least 5; leave it out for the group's own time-out"
-        )
-
-
-def _device_of(model: nn.Module, mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch.device:
-    devices = {p.device for p in model.parameters() if p.numel()}
-    if not devices:
-        raise ValueError(f"this {type(model).__name__} has no parameters, so there is nothing to shard")
-    real = {device for device in devices if device.type != "meta"}
-    if len(real) > 1:
-        names = ", ".join(sorted(str(device) for device in real))
-        raise ValueError(f"the model's parameters are on {names}; move it to one device first")
-    if real:
-        (device,) = real
-        if wanted is not None and torch.device(wanted).type != device.type:
-            raise ValueError(
-                f"device={str(wanted)!r}, but the model is on {device}: move it there first, or leave device out"
-            )
-        return device
-    kind = mesh.device_type if mesh is not None else torch.accelerator.current_accelerator(check_available=True)
-    return torch.empty(0, device=wanted or kind or "cpu").device  # with its index, as parameters will have it

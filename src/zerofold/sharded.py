@@ -10,27 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from enum import Enum
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerofold.layout import Box, boxes
+from zerofold.op_rules import Kind, rule_of
+from zerofold.refusals import COPYING, PICKLING, moved, needs_whole, unreduced, used_up
 from zerofold.shard_spec import ShardSpec
 
 aten = torch.ops.aten
-
-COPYING = (
-    "a sharded model, or a tensor of it, cannot be deep-copied: copy the model before zerofold sees it, or build a "
-    "second one and fill it inside `with zf.full_params(model): second.load_state_dict(model.state_dict())`"
-)
-PICKLING = (
-    "a sharded model, or a tensor of it, cannot be pickled: inside `with zf.full_params(model)` save "
-    "model.state_dict(), or call zf.close(model) first; zf.full(tensor) gives one whole tensor"
-)
 
 
 class ShardedTensor(torch.Tensor):
@@ -62,7 +53,7 @@ class ShardedTensor(torch.Tensor):
     def local(self) -> Tensor:
         """This rank's piece, in memory of the model's state: 1-D, possibly empty, or at its owner all of it."""
         if self.is_used_up:
-            raise RuntimeError(_used_up(self))
+            raise RuntimeError(used_up(self._spec))
         local = self._local
         self._spec.step.look(local)
         return local
@@ -185,9 +176,9 @@ class ShardedTensor(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; all ranks must call it (the same as `zf.full`)."""
         if self.is_unreduced:
-            raise RuntimeError(_unreduced(self))
+            raise RuntimeError(unreduced(self._spec))
         if self.is_used_up:
-            raise RuntimeError(_used_up(self))
+            raise RuntimeError(used_up(self._spec))
         # By what all ranks know: some may have an empty piece, which cannot be away, and would wait for the others.
         self._spec.step.need(*(("parameters",) if isinstance(self, ShardedParameter) else ()))
         if self._spec.is_replicated:
@@ -282,58 +273,9 @@ class FaceGradient(ShardedTensor):
         return self._original().is_used_up
 
 
-class _Kind(Enum):
-    ELEMENTWISE = "elementwise"
-    LISTS = "foreach or fused"
-    SAME_DATA = "another name for the same data"
-    REFUSED = "needs the whole tensor"
-
-
-class _Rule(NamedTuple):
-    kind: _Kind
-    written: tuple[int | str, ...]  # positions or names of the arguments it changes
-    returns_written: bool
-    zeroes: bool
-    draws: bool  # fills its first argument at random
-    summarises: bool  # one argument, in a way that initialisers do
-
-
-# Elementwise in effect though torch does not tag them so.
-_ALSO_ELEMENTWISE = frozenset(
-    {"clone", "copy_", "zero_", "fill_", "zeros_like", "ones_like", "empty_like", "full_like", "_to_copy"}
-    | {"index_put_", "masked_fill_", "masked_fill"}
-)
-
-
-_SUMMARIES = frozenset({"any", "all", "sum", "mean", "std", "var", "min", "max"})
-_UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"  # torch.amp.GradScaler's
-
-
-@cache
-def _rule(func: Any) -> _Rule:
-    schema = func._schema
-    name = schema.name.split("::")[1]
-    written = tuple(
-        argument.name if argument.kwarg_only else position
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    if name in ("detach", "alias"):
-        kind = _Kind.SAME_DATA
-    elif name.startswith(("_foreach_", "_fused_", _UNSCALES)) and name != "_foreach_norm":
-        kind = _Kind.LISTS
-    elif name in _ALSO_ELEMENTWISE or torch.Tag.pointwise in func.tags:
-        kind = _Kind.ELEMENTWISE
-    else:
-        kind = _Kind.REFUSED
-    draws = written == (0,) and torch.Tag.nondeterministic_seeded in func.tags
-    zeroes = name in ("zero_", "_foreach_zero_")
-    return _Rule(kind, written, bool(written) and len(schema.returns) > 0, zeroes, draws, name in _SUMMARIES)
-
-
 def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of what is shown whole, the tensor that is shown; other sharded tensors then come by themselves."""
-    rule = _rule(func)
+    rule = rule_of(func)
     result = func(*(_whole_of(value) for value in args), **{key: _whole_of(value) for key, value in kwargs.items()})
     if not rule.written:
         return result
@@ -359,17 +301,17 @@ def _draw(func: Any, tensor: ShardedTensor, args: tuple[Any, ...], kwargs: dict[
 def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is aten.constant_pad_nd.default and not any(args[1]):
         func, args, kwargs = aten.clone.default, args[:1], {}  # Transformers pads tied heads' biases, mostly by nothing
-    rule = _rule(func)
+    rule = rule_of(func)
     first = next(_sharded_in(args, kwargs))
     if func is aten._to_copy.default and (isinstance(first, ShardedParameter) or first.is_cleared):
-        raise RuntimeError(_moved(first))  # Module.to and its kin, which go through parameters and gradients
-    if rule.kind is _Kind.SAME_DATA:
+        raise RuntimeError(moved(first._spec))  # Module.to and its kin, which go through parameters and gradients
+    if rule.kind is Kind.SAME_DATA:
         return ShardedTensor(first._local, first._spec)
     if not first.is_cleared:
         first._spec.step.look(first._local)
     if any(tensor.is_used_up for tensor in _sharded_in(args, kwargs)):
         if not rule.zeroes:
-            raise RuntimeError(_used_up(first))
+            raise RuntimeError(used_up(first._spec))
         for tensor in _sharded_in(args, kwargs):
             tensor.was_zeroed = True
             if not tensor.is_used_up:  # the memory of the others is no longer their own
@@ -382,12 +324,12 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return func(first.full_tensor(), *args[1:], **kwargs)
     runs_whole = all(_is_whole(tensor._spec) for tensor in _sharded_in(args, kwargs))
     is_norm = func is aten.linalg_vector_norm.default and len(args) < 3 and first._spec.step.joins_norms
-    if rule.kind is _Kind.REFUSED and not runs_whole and not is_norm:
-        raise RuntimeError(_refusal(func, first))
+    if rule.kind is Kind.REFUSED and not runs_whole and not is_norm:
+        raise RuntimeError(needs_whole(func, first._spec))
     if not rule.zeroes:
         for tensor in _sharded_in(args, kwargs):
             if tensor.is_unreduced:
-                raise RuntimeError(_unreduced(tensor))
+                raise RuntimeError(unreduced(tensor._spec))
     if is_norm and not runs_whole:
         return _norm_over_ranks(first, *args[1:])
     changed = [kwargs.get(place) if isinstance(place, str) else args[place] for place in rule.written]
@@ -400,7 +342,7 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 "optimizer built on whole parameters must be attached with zf.attach(model, optimizer); other code "
                 "can use zf.full"
             )
-    if rule.kind is _Kind.ELEMENTWISE and not runs_whole:
+    if rule.kind is Kind.ELEMENTWISE and not runs_whole:
         local_args = tuple(_piece_of(value, func, first._spec) for value in args)
         local_kwargs = {key: _piece_of(value, func, first._spec) for key, value in kwargs.items()}
     else:
@@ -416,9 +358,9 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _tell_all(args[1], first._spec)
     if changed:
         return changed[0] if rule.returns_written else None
-    if rule.kind is _Kind.LISTS:
+    if rule.kind is Kind.LISTS:
         return [_like(piece, like) for piece, like in zip(result, args[0], strict=True)]
-    return _like(result, first) if rule.kind is _Kind.ELEMENTWISE else result
+    return _like(result, first) if rule.kind is Kind.ELEMENTWISE else result
 
 
 def _tell_all(found_inf: Tensor, spec: ShardSpec) -> None:
@@ -485,50 +427,3 @@ def _sharded_in(args: Any, kwargs: Any) -> Iterator[ShardedTensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _sharded_in(value, {})
-
-
-_NORMS = frozenset({"norm", "linalg_vector_norm", "frobenius_norm", "_foreach_norm"})
-
-
-def _refusal(func: Any, tensor: ShardedTensor) -> str:
-    name, spec = func._schema.name.split("::")[1], tensor._spec
-    where = f"this rank holds elements {spec.own} of '{spec.name}' {tuple(spec.shape)}"
-    if name in _NORMS:
-        return f"{name} needs the whole tensor, but {where}: clip with zf.clip_grad_norm_(model, norm), or use zf.full"
-    if spec.loose is not None:
-        return (
-            f"{name} needs the whole tensor, but {where}: it was cut when its module was built. Change it inside `with "
-            "zero.GatheredParameters(p, modifier_rank=0)`, read it with zf.full(p), and run a forward after the model "
-            "is prepared"
-        )
-    return (
-        f"{name} needs the whole tensor, but {where}: read it with zf.full(p) or inside `with zf.full_params(model)`. "
-        f"In a forward it is whole only while its unit '{spec.unit or 'root'}' is being called; if the weight is used "
-        "without calling that module, choose units that contain the caller"
-    )
-
-
-def _moved(parameter: ShardedTensor) -> str:
-    if parameter._spec.loose is not None:
-        return (
-            f"'{parameter._spec.name}' was cut when its module was built and cannot be moved or cast (.to, .half, "
-            ".cuda, …): build it in the dtype it is to have, or pass dtype= to zero.Init"
-        )
-    return (
-        f"'{parameter._spec.name}' is cut over ranks and cannot be moved or cast any more (.to, .half, .cuda, …): do "
-        "so before zerofold sees the model, or after zf.close(model). A copy in another dtype: p.detach().to(dtype)"
-    )
-
-
-def _used_up(tensor: ShardedTensor) -> str:
-    return (
-        f"the gradient of '{tensor.spec.name}' was in host memory that the step has used for the new parameter: read "
-        "it before optimizer.step(), and clear it with zero_grad() after"
-    )
-
-
-def _unreduced(tensor: ShardedTensor) -> str:
-    return (
-        f"the gradient of '{tensor._spec.name}' is still a local sum on every rank (no_sync, or accumulate): run the "
-        "last backward outside no_sync, or let the attached optimizer's step() reduce it, before it is read"
-    )
