@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.test_offload import states, train
-from tests.test_through_device import updated_through_the_device
+from tests.test_through_device import backward, updated_through_the_device
 from torch import Tensor, nn
 
 import zerofold as zf
@@ -30,11 +30,6 @@ ALL_BLOCKS = 26  # chunks of two blocks
 NEVER = 1e9  # a clip that does not bind
 
 Between = Callable[[Any, torch.optim.Optimizer], Any]
-
-
-def backward(model: nn.Module, step: int, factor: float = 1.0) -> None:
-    batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step))
-    (factor * (model(batch).float() ** 2).mean()).backward()
 
 
 def early_elements(model: nn.Module) -> float:

@@ -6,7 +6,9 @@ of a failure in one of the threads.
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -18,10 +20,12 @@ from tests.ranks import raised
 from tests.test_offload import BF16_STATES, prepared, result, states, train
 
 import zerofold as zf
+from zerofold.compat.fsdp_calls import _to_read
 from zerofold.engine import Engine
 from zerofold.optim.away import chunks, slots, through_device
 from zerofold.optim.away.timing import Timing
 from zerofold.optim.away.updates import AwayUpdates, Way
+from zerofold.shard_spec import StepScope
 
 CPU = torch.device("cpu")
 
@@ -101,6 +105,11 @@ def updated_through_the_device(
         yield model, optimizer
         if Engine.is_on(model):
             zf.close(model, gather=False)
+
+
+def backward(model: torch.nn.Module, step: int, factor: float = 1.0) -> None:
+    batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step))
+    (factor * (model(batch).float() ** 2).mean()).backward()
 
 
 def places_that_differ() -> list[str]:
@@ -200,6 +209,93 @@ def changed_between_steps() -> bool:
 
 def test_what_was_changed_between_steps_comes_up_again(ranks: Any) -> None:
     assert ranks(1, changed_between_steps) == [True]
+
+
+def looked_at_whole() -> list[str]:
+    """FSDP's summon_full_params(writeback=False): what was shown may have been changed, so parameters are made anew."""
+    wrong = []
+    for precision in (None, "bf16"):
+        expected = None
+        for options in ({"share": 0.0}, {"share": 1.0}, {"share": 1.0, "lasting": 29}):
+            with updated_through_the_device(**options, clip=1e9, precision=precision) as (model, optimizer):
+                engine = Engine.of(model)
+                train(model, optimizer, 4)
+                with _to_read(engine):
+                    pass
+                with torch.no_grad():
+                    out = model(torch.ones(2, 16))
+                train(model, optimizer, 1, first=4)
+                backward(model, 5)
+                with _to_read(engine):
+                    pass
+                optimizer.step()
+                optimizer.zero_grad()
+                found = [out, *states(model, optimizer)]
+            expected = expected or found
+            if not all(map(torch.equal, found, expected)):
+                wrong.append(f"{precision}, {options}")
+    return wrong
+
+
+def test_parameters_made_anew_are_made_from_states_wherever_these_are(ranks: Any) -> None:
+    assert ranks(1, looked_at_whole) == [[]]
+
+
+def memory_of_gradients_after_they_were_cleared() -> int:
+    with updated_through_the_device(1.0, clip=1e9, lasting=29) as (model, optimizer):
+        train(model, optimizer, 4)
+        backward(model, 4)
+        held = {p.grad.form.untyped_storage()._cdata for p in optimizer.param_groups[0]["params"]}
+        optimizer.step()
+        updates: Any = Engine.of(model).updates
+        updates.finish_last()
+        optimizer.zero_grad()
+        assert len(updates._through._lasting) == 29
+        gc.collect()
+        alive = [found for found in gc.get_objects() if type(found) is torch.Tensor]
+        return sum(found.untyped_storage()._cdata in held for found in alive)
+
+
+def test_chunks_that_stay_let_go_of_their_gradients(ranks: Any) -> None:
+    assert ranks(1, memory_of_gradients_after_they_were_cleared) == [0]
+
+
+def gradients_set_to_zero_beside_an_update() -> list[bool]:
+    """As on a GPU: nobody waits because a gradient that is touched is in host memory, and kernels are late."""
+    look, brought = StepScope.look, through_device.DeviceUpdate._brought
+    found = []
+    for set_to_none in (True, False):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            updated_through_the_device(1.0, clip=1e9, place={"optimizer": "host", "gradients": "device"}) as made,
+        ):
+            model, optimizer = made
+            away = [t for slab in Engine.of(model).slabs() for t in (slab.master, slab.resident) if t is not None]
+            memory = {tensor.untyped_storage().data_ptr() for tensor in away}
+
+            def look_at(scope: StepScope, local: torch.Tensor, memory: set[int] = memory) -> None:
+                if local.untyped_storage().data_ptr() in memory:
+                    look(scope, local)
+
+            def late(*given: Any) -> torch.Tensor:
+                time.sleep(0.003)
+                return brought(*given)
+
+            patch.setattr(StepScope, "look", look_at)
+            patch.setattr(
+                through_device.DeviceUpdate, "_brought", lambda *given: (time.sleep(0.003), brought(*given))[1]
+            )
+            for step in range(3):
+                backward(model, step)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+            patch.undo()
+            found.append(states(model, optimizer))
+    return list(map(torch.equal, *found))
+
+
+def test_gradients_are_not_set_to_zero_before_an_update_has_read_them(ranks: Any) -> None:
+    assert all(ranks(1, gradients_set_to_zero_beside_an_update)[0])
 
 
 def steps_without_a_chunk() -> list[float]:

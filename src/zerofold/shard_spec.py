@@ -32,11 +32,16 @@ class StepScope:
     def look(self, local: Tensor) -> None:
         """Before a piece is touched: an update of it ends; reading memory that is away would crash the process. What is
         on an accelerator has its streams for that, and is updated there."""
-        if self.is_under_way and self.finish is not None and local.device.type == "cpu":
-            self.finish()
-            self.is_under_way = False
+        if local.device.type == "cpu":
+            self.settle()
         if self.parked and local.numel() and not local.untyped_storage().nbytes():
             self.refuse()
+
+    def settle(self) -> None:
+        """Returns when no update is under way."""
+        if self.is_under_way and self.finish is not None:
+            self.finish()
+            self.is_under_way = False
 
     def need(self, *states: str) -> None:
         """Raises where one of these states is parked; any, if none is named."""

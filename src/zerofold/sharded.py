@@ -33,6 +33,7 @@ class ShardedTensor(torch.Tensor):
     is_unreduced = False  # a gradient of which other ranks still hold local sums
     is_cleared = False  # stands for a gradient that is gone
     is_used_up = False  # a gradient whose memory the step has taken for something else
+    is_being_read = False  # a gradient, perhaps, by an update under way; it may not be changed before that is over
     known_norm: Tensor | None = None  # of a gradient, taken where it was made, until it is changed
     _whole: Tensor | None = None  # while it is shown
 
@@ -272,6 +273,14 @@ class FaceGradient(ShardedTensor):
     def is_used_up(self) -> bool:  # type: ignore[override]
         return self._original().is_used_up
 
+    @property
+    def is_being_read(self) -> bool:
+        return self._original().is_being_read
+
+    @is_being_read.setter
+    def is_being_read(self, value: bool) -> None:
+        self._original().is_being_read = value
+
 
 def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of what is shown whole, the tensor that is shown; other sharded tensors then come by themselves."""
@@ -309,6 +318,12 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return ShardedTensor(first._local, first._spec)
     if not first.is_cleared:
         first._spec.step.look(first._local)
+    changed = [kwargs.get(place) if isinstance(place, str) else args[place] for place in rule.written]
+    written = [tensor for each in changed for tensor in (each if isinstance(each, (list, tuple)) else (each,))]
+    for tensor in written:
+        if isinstance(tensor, ShardedTensor) and not tensor.is_cleared and tensor.is_being_read:
+            tensor._spec.step.settle()
+            tensor.is_being_read = False
     if any(tensor.is_used_up for tensor in _sharded_in(args, kwargs)):
         if not rule.zeroes:
             raise RuntimeError(used_up(first._spec))
@@ -332,8 +347,6 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 raise RuntimeError(unreduced(tensor._spec))
     if is_norm and not runs_whole:
         return _norm_over_ranks(first, *args[1:])
-    changed = [kwargs.get(place) if isinstance(place, str) else args[place] for place in rule.written]
-    written = [tensor for each in changed for tensor in (each if isinstance(each, (list, tuple)) else (each,))]
     for tensor in () if runs_whole else written:
         # A whole parameter with a cut gradient would be updated in this rank's range only, unnoticed by the others.
         if isinstance(tensor, Tensor) and not isinstance(tensor, ShardedTensor) and tensor.dim() > 0:

@@ -241,11 +241,11 @@ class Slab:
         is_written = self.is_kept and self._written_version == self.version
         if is_written and self.layout.world == 1:
             return update  # which writes where forward reads
-        is_coming = update is not None and self.is_kept  # to be used, it need not be back where it lives
         is_read_from_file = self.tier is Tier.NVME and self.resident is None
-        if not is_written and (self._resident_is_old or self._resident_is_lent or is_coming or is_read_from_file):
-            # A unit can be used before its states are back in memory or in the file, and before gradients that nobody
-            # wants any more have come down to where its parameters go.
+        if not is_written and (self._resident_is_old or self._resident_is_lent or self.is_kept or is_read_from_file):
+            # A unit can be used before its states are back in memory or in the file (where parameters are kept on the
+            # device they may even stay there), and before gradients that nobody wants any more have come down to where
+            # its parameters go.
             self.home.step.look(self._shard)
         transfers = self.home.transfers
         if self.resident is not None and self.tiers.parameters is Tier.NVME:

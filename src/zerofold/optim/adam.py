@@ -125,6 +125,7 @@ def _piece(
     gradient = face.grad.form.detach().reshape(-1)
     if isinstance(slab.gradients, AwayGradients):
         slab.gradients.use_up(index)  # on every rank: one that has no piece of it must not wait where others raise
+    face.grad.is_being_read = not face.grad.is_used_up
     if not piece.size:
         return []
     return [Piece(piece.shard_start, piece.shard_stop, gradient, settings, step, _seed(step, face, slab))]

@@ -94,7 +94,8 @@ class DeviceUpdate:
         self._may_last = may_last
         for key in [key for key in self._staged if key[0] in changed]:
             self._slots.appendleft(self._staged.pop(key))
-        for key in [key for key in self._lasting if key[0] in changed]:
+        # Whoever looks has them brought down first. Where nobody has, no value has changed: the host's are old ones.
+        for key in [key for key, (_, _, made) in self._lasting.items() if key[0] in changed and made is None]:
             self._slots.append(self._lasting.pop(key).slot)
         self._up.wait_stream(self._down)
         self._times[0].record(self._up)
@@ -179,9 +180,13 @@ class DeviceUpdate:
 
     def bring_down(self) -> None:
         """The host has all states as they are."""
+        self._bring_down(list(self._lasting))
+
+    def _bring_down(self, keys: Sequence[tuple[object, int, int]]) -> None:
         torch.cuda.set_device(self._device)
         going = []
-        for key, (chunk, slot, made) in self._lasting.items():
+        for key in keys:
+            chunk, slot, made = self._lasting[key]
             if made is not None:
                 going.append(IsDown(self._sender.submit(self._send_down, chunk, slot, made)))
                 self._lasting[key] = _Lasting(chunk, slot, None)
@@ -195,10 +200,9 @@ class DeviceUpdate:
         if early:
             self._restore(early)
         lasting = [key for key in self._lasting if chunk.overlaps(key)]
-        if lasting:
-            self.bring_down()
-            for key in lasting:
-                self._slots.append(self._lasting.pop(key).slot)
+        self._bring_down(lasting)
+        for key in lasting:
+            self._slots.append(self._lasting.pop(key).slot)
 
     def _let_stand(self, early: _Early, chunk: Chunk) -> Ends:
         """The step does what was done already: forward may have the copy."""
@@ -243,9 +247,9 @@ class DeviceUpdate:
             self._times[1].record(self._kernel)
         usable = self._send_copies(chunk, copies, usable)
         has_room = chunk.key in self._lasting or len(self._lasting) < self._most_lasting
-        # Without a copy, forward computes with what the host has.
-        if has_room and chunk.slab in self._may_last and chunk.copy is not None:
-            self._lasting[chunk.key] = _Lasting(chunk, slot, usable)
+        if has_room and chunk.slab in self._may_last:
+            # Without its gradients, whose memory the next backward wants.
+            self._lasting[chunk.key] = _Lasting(replace(chunk, pieces=()), slot, usable)
             return Ends(Done(usable), Done(usable))
         complete = slot.free = IsDown(self._sender.submit(self._send_down, chunk, slot, usable))
         self._slots.append(slot)
