@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -62,13 +62,18 @@ class FakeStream:
 
 
 class Filled:
-    """There is room for so many chunks, half of them in the second step, the others in the third."""
+    """There is room for so many chunks, half of them in the second step, the others in the third. In later steps as
+    many more or fewer as is said."""
 
-    def __init__(self, chunks: int) -> None:
-        self._more = [0, chunks // 2, chunks - chunks // 2]
+    def __init__(self, chunks: int, *later: int) -> None:
+        self._changes = [chunks // 2, chunks - chunks // 2, *later]
+        self.told: list[tuple[int, int]] = []
 
-    def more(self) -> int:
-        return self._more.pop(0) if self._more else 0
+    def change(self) -> int:
+        return self._changes.pop(0) if self._changes else 0
+
+    def changed(self, count: int, wanted: int) -> None:
+        self.told.append((count, wanted))
 
 
 @contextmanager
@@ -78,6 +83,7 @@ def updated_through_the_device(
     ahead: int = 0,
     early: bool = False,
     lasting: int = 0,
+    later: Sequence[int] = (),
     tunes: bool = False,
     precision: Any = "bf16",
     place: Any = None,
@@ -94,11 +100,12 @@ def updated_through_the_device(
             "current_stream": FakeStream,
             "set_device": lambda _: None,
             "synchronize": lambda _: None,
+            "empty_cache": lambda: None,
         }.items():
             patch.setattr(torch.cuda, name, fake)
         options: dict[str, Any] = {"stage": 3, "precision": precision, "clip": clip, "one_pass": True}
         model, optimizer = prepared(place or {"optimizer": "host"}, **options)
-        filling: Any = Filled(lasting) if lasting else None
+        filling: Any = Filled(lasting, *later) if lasting else None
         engine, way = Engine.of(model), Way(2, None, share, tunes, ahead=ahead, early=early, filling=filling)
         transfers: Any = SimpleNamespace(device=CPU, is_async=True)
         engine.updates = AwayUpdates(transfers, engine.offloading.memory, engine.slabs(), way)
@@ -125,35 +132,61 @@ def places_that_differ() -> list[str]:
     return wrong
 
 
+class FakeMemory:
+    """What CUDA's allocator would say, in chunks' states."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, largest: int = 1) -> None:
+        self.slot = slots.CHUNK * 12
+        self.now = self.peak = 0
+        cuda = {
+            "memory_reserved": lambda _: self.now * self.slot,
+            "max_memory_reserved": lambda _: self.peak * self.slot,
+            "memory_snapshot": lambda: [
+                {"device": 0, "total_size": largest * self.slot},
+                {"device": 0, "total_size": 99 * self.slot, "is_expandable": True},
+                {"device": 1, "total_size": 99 * self.slot},
+            ],
+        }
+        for name, fake in cuda.items():
+            patch.setattr(torch.cuda, name, fake)
+
+    def step(self, used: int) -> None:
+        self.now, self.peak = used, max(self.peak, used)
+
+
+def filled_by(memory: FakeMemory, limit: int, steps: Sequence[int], given: int = 0) -> tuple[slots.Filling, list[int]]:
+    """So many chunks more or fewer after steps that take so much beside them."""
+    filling, found = slots.Filling(torch.device("cuda", 0), limit * memory.slot), []
+    for used in steps:
+        memory.step(used + given)
+        found.append(filling.change())
+        filling.changed(found[-1], found[-1])
+        given += found[-1]
+    return filling, found
+
+
 def test_a_device_is_filled_by_halves_of_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    slot, used, emptied = slots.CHUNK * slots.BYTES, 100, []
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: used * slot)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: (used - 4) * slot)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(used))
-    filling, found = slots.Filling(CPU, 140 * slot), []
-    for step in range(9):
-        used += 8 * (step == 1)  # the second takes more than the first
-        found.append(filling.more())
-        used += found[-1]
-    assert found == [0, 16, 8, 4, 2, 1, 0, 0, 0]
-    assert len(emptied) == 5  # so that they are not cut out of what activations left
-    used = 0
-    assert filling.more() == 0  # what a step happens to leave later is not taken
+    """A twentieth of the limit is left alone, or as much as the largest block, where that is more."""
+    assert filled_by(FakeMemory(monkeypatch), 160, [120] * 9)[1] == [16, 8, 4, 2, 1, 0, 0, 0, 0]  # up to 152
+    assert filled_by(FakeMemory(monkeypatch, largest=20), 160, [120] * 6)[1] == [10, 5, 2, 1, 1, 0]  # up to 140
+    assert filled_by(FakeMemory(monkeypatch, largest=50), 160, [120] * 2)[1] == [0, 0]
+
+
+def test_what_steps_happen_to_leave_later_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert filled_by(FakeMemory(monkeypatch), 160, [150, 150, 150, 20, 20])[1] == [1, 0, 0, 0, 0]
 
 
 def test_a_short_step_does_not_fill_what_a_long_one_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is emptied where chunks get room, so what is reserved then tells of the step after that alone."""
-    slot, peak, filled = slots.CHUNK * slots.BYTES, 0, 0
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: (needed + filled) * slot)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak * slot)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    filling = slots.Filling(CPU, 140 * slot)
-    for needed in (120, 120, *[60] * 8):
-        peak = max(peak, needed + filled)
-        filled += filling.more()
-    assert 15 <= filled <= 20
-    needed = 120
-    assert needed + filled <= 140
+    """Nor does a second optimizer's step, with the cache emptied since and no backward between them."""
+    for steps in ([120, 120, *[60] * 8], [120, *[60] * 9]):
+        found = filled_by(FakeMemory(monkeypatch), 160, steps)[1]
+        assert 28 <= sum(found) <= 32
+
+
+def test_chunks_go_where_memory_comes_closer_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found = filled_by(FakeMemory(monkeypatch), 160, [*[120] * 6, 130, 130, 120, 60])
+    assert found == [16, 8, 4, 2, 1, 0, -9, 0, 0, 0]
+    assert filled_by(FakeMemory(monkeypatch), 160, [150, 190])[1] == [1, -1]  # no more than there are
 
 
 def test_chunks_that_wait_on_the_device_are_those_on_the_host(ranks: Any) -> None:
@@ -163,9 +196,15 @@ def test_chunks_that_wait_on_the_device_are_those_on_the_host(ranks: Any) -> Non
 def states_beside_a_host_that_updates_too() -> list[float]:
     """The shares with which they differ from those of a host alone."""
     wrong, expected = [], None
-    for share, lasting in ((0.0, 0), (0.4, 30), (0.8, 30)):  # of 29 chunks
-        with updated_through_the_device(share, lasting=lasting) as (model, optimizer):
-            train(model, optimizer, 5)
+    for share, lasting, later in (
+        (0.0, 0, ()),
+        (0.4, 30, ()),
+        (0.8, 30, ()),
+        (0.4, 30, (-13, 0, -5)),
+        (0.8, 20, (-20,)),
+    ):
+        with updated_through_the_device(share, lasting=lasting, later=later) as (model, optimizer):  # of 29 chunks
+            train(model, optimizer, 7)
             found = states(model, optimizer)
         expected = expected or found
         if not all(map(torch.equal, found, expected)):
@@ -178,6 +217,29 @@ def test_states_that_stay_are_never_updated_on_the_host_as_well(ranks: Any) -> N
     assert ranks(1, states_beside_a_host_that_updates_too) == [[]]
 
 
+def slabs_that_stay_no_more() -> bool:
+    """Those of the second stay anew after a change, so they are the last to have come, and the first to go."""
+    found = []
+    for share, lasting in ((0.0, 0), (0.4, 29)):
+        with updated_through_the_device(share, lasting=lasting, later=(0, 0, -14)) as (model, optimizer):
+            train(model, optimizer, 4)
+            with zf.full_params(model), torch.no_grad():
+                model[1].up.weight.mul_(0.5)
+            train(model, optimizer, 5, first=4)
+            found.append(states(model, optimizer))
+    return all(map(torch.equal, *found))
+
+
+def test_what_stays_of_a_slab_that_is_shared_again_goes_down_first(ranks: Any) -> None:
+    assert ranks(1, slabs_that_stay_no_more) == [True]
+
+
+def slots_of(updates: Any) -> int:
+    """With memory on the device."""
+    through = updates._through
+    return len(through._slots) + len(through._lasting) + len(through._staged) + len(through._early)
+
+
 def memory_for_states_that_stay(room: int) -> list[float]:
     """In slots, where all can stay, and where none can: parameters on the host are made from what is there."""
     taken = []
@@ -186,7 +248,7 @@ def memory_for_states_that_stay(room: int) -> list[float]:
             train(model, optimizer, 4)
             updates: Any = Engine.of(model).updates
             updates.finish()
-            taken.append(len(updates._through._slots) + len(updates._through._lasting) - through_device.SLOTS)
+            taken.append(slots_of(updates) - through_device.SLOTS)
     return taken
 
 
@@ -209,6 +271,63 @@ def changed_between_steps() -> bool:
 
 def test_what_was_changed_between_steps_comes_up_again(ranks: Any) -> None:
     assert ranks(1, changed_between_steps) == [True]
+
+
+def memory_of_chunks() -> list[list[int]]:
+    """On the device after each step: with fewer of them later, and with none left for the third."""
+    found = []
+    for later, slots_there in (((-7, 0, -1), 99), ((), 13)):
+        with (
+            updated_through_the_device(1.0, lasting=20, later=later) as (model, optimizer),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            updates: Any = Engine.of(model).updates
+            room = iter(range(slots_there))
+
+            def slot(*given: Any, room: Iterator[int] = room) -> Any:
+                if next(room, None) is None:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                return slots.Slot(*given)
+
+            patch.setattr("zerofold.optim.away.updates.Slot", slot)
+            taken = []
+            for step in range(6):
+                train(model, optimizer, 1, first=step)
+                updates.finish()
+                taken.append(slots_of(updates) - through_device.SLOTS)
+            found.append([*taken, *(count for count, _ in updates.way.filling.told)])
+    return found
+
+
+def test_memory_for_states_that_stay_comes_and_goes(ranks: Any) -> None:
+    given_back, refused = ranks(1, memory_of_chunks)[0]
+    assert given_back == [0, 10, 20, 13, 13, 12, 10, 10, -7, 0, -1]
+    assert refused == [0, 10, 13, 13, 13, 13, 10, 3, 0, 0, 0]
+
+
+def parked_and_back(ahead: int, early: bool, lasting: int) -> tuple[bool, list[int]]:
+    found, there = [], []
+    for parks in (False, True):
+        with updated_through_the_device(1.0, clip=1e9, ahead=ahead, early=early, lasting=lasting) as (model, optimizer):
+            train(model, optimizer, 4)
+            updates: Any = Engine.of(model).updates
+            if parks:
+                zf.offload_states(model)
+                there.append(updates.nbytes_on_device)
+                zf.reload_states(model)
+            train(model, optimizer, 3, first=4)
+            updates.finish()
+            there.append(slots_of(updates))
+            found.append(states(model, optimizer))
+    return all(map(torch.equal, *found)), there
+
+
+@pytest.mark.parametrize(("ahead", "early", "lasting"), [(0, False, 10), (6, True, 0), (6, False, 0)])
+def test_parking_lets_go_of_the_memory_of_an_update(ranks: Any, ahead: int, early: bool, lasting: int) -> None:
+    ((equal, (before, parked, after)),) = ranks(1, parked_and_back, ahead, early, lasting)
+    assert equal
+    assert parked == 0
+    assert before == after > through_device.SLOTS
 
 
 def looked_at_whole() -> list[str]:
@@ -312,13 +431,21 @@ def test_an_update_of_which_nothing_streams(ranks: Any) -> None:
     assert ranks(1, steps_without_a_chunk) == [[0.0, 0.0]]
 
 
-def test_the_device_alone_is_not_taken_for_fast_where_it_had_nothing_to_do() -> None:
-    timing = Timing(0.5)
-    timing.steps, timing.host_seconds, timing.device_seconds = 10, 1.0, 1.0
-    timing.tune(0.5)
-    timing.device_seconds = 0.0
-    timing.tune(1.0)
-    assert timing.device_share == 0.5
+def share_after(alone: float, *, device_seconds: float = 0.1, is_like_others: bool = True) -> float:
+    """With steps of one second each, but for the two in which the device is alone."""
+    timing, now, ran_with = Timing(0.5), 0.0, 0.5
+    for step in range(12):
+        is_alone = ran_with == 1
+        timing.host_seconds, timing.device_seconds = 0.5, device_seconds if is_alone else 0.5
+        timing.tune(ran_with, now, is_like_others=is_like_others or is_alone or step > 6)
+        ran_with, now = timing.device_share, now + (alone if timing.device_share == 1 else 1.0)
+    return timing.device_share
+
+
+def test_the_device_alone_is_taken_where_steps_are_shorter_and_it_had_something_to_do() -> None:
+    assert share_after(0.5) == 1.0
+    assert share_after(1.5) == 0.5
+    assert share_after(0.5, device_seconds=0.0) == 0.5
 
 
 def failures(where: str) -> tuple[list[str], list[str]]:

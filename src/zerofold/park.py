@@ -81,6 +81,8 @@ def offload_states(model: nn.Module, include: Collection[str] | None = None, *, 
     engine, wanted = Engine.of(model), _wanted(include)
     _check_idle(engine)
     engine.settle()
+    if engine.updates is not None and "optimizer" in wanted:
+        engine.updates.let_go()
     started = time.perf_counter()
     engine.end_step()
     engine.schedule.wait_all()

@@ -22,7 +22,6 @@ from zerofold.gradients import FaceGradients
 from zerofold.memory import Done
 from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of, count_of_chunks
 from zerofold.optim.away.through_device import DeviceUpdate
-from zerofold.optim.host_pool import PoolJob
 from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.slab import Slab
 
@@ -42,7 +41,6 @@ Upcoming = Callable[[Slab], SlabWork | None]
 
 
 class LastUpdate(Protocol):
-    jobs: list[Job | PoolJob]
     ends: list[Ends]
 
 
@@ -112,8 +110,6 @@ class EarlyUpdates:
         )
 
     def _run(self, chunks: Sequence[tuple[Chunk, str]], last: LastUpdate) -> None:
-        if not all(job.is_done for job in last.jobs):  # the host's cores are behind
-            return
         for end in last.ends:
             end.complete.finish()
         for chunk, work in chunks:

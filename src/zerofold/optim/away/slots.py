@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,38 +46,56 @@ class Filling:
     """Lets more and more chunks stay on the device, until its memory is used up to a limit.
 
     What a step takes, with all that lies unused between its blocks, shows when it is over. So the chunks of a step get
-    half of what the one before has left, or what the largest before it would leave beside all chunks: a step of short
-    sequences must not use up what the next one of long sequences needs again.
+    half of what the fullest step so far has left. Below the limit a twentieth of it is left free, and room for another
+    block as large as the largest: what was whole for that in one step may have holes in the next. Where memory comes
+    closer to the limit all the same, chunks go again.
     """
 
     def __init__(self, device: torch.device, limit: int) -> None:
-        self._device, self._limit = device, limit
-        self._steps, self._is_full = 0, False
+        self._device, self._limit, self._bound = device, limit, limit
         self._given = 0  # bytes of chunks
-        self._largest = 0  # bytes that a step had in use beside them
+        self._expected = 0  # to be reserved by a step like the fullest, with what was given since
+        self._is_full = False
 
-    def more(self) -> int:
-        """Called in every step: for how many chunks there is room now."""
-        self._steps += 1
+    def change(self) -> int:
+        """In every step but the first, whose gradients were not on the device yet: for how many chunks there is room
+        now, or, below 0, how many are too many."""
+        if not self._is_full:  # it takes a while to look
+            self._bound = self._limit - max(_largest_segment(self._device), self._limit // 20)
+        over = torch.cuda.memory_reserved(self._device) - self._bound
+        if over > 0 and self._given:
+            return -min(-(-over // _state_bytes()), self._given // _state_bytes())
         if self._is_full:
             return 0
-        self._largest = max(self._largest, torch.cuda.max_memory_allocated(self._device) - self._given)
-        if self._steps == 1:  # only from then on gradients stay on the device
-            return 0
-        taken = max(torch.cuda.memory_reserved(self._device), self._largest + self._given)
-        count = max(0, (self._limit - taken) // 2 // (CHUNK * BYTES))
-        if count:
-            torch.cuda.empty_cache()  # else their memory is cut out of large blocks that activations will want again
-        self._is_full = not count
-        self._given += count * CHUNK * BYTES
-        return count
+        # By the peak: less is reserved now where the cache was emptied since, or where this step was a short one.
+        self._expected = max(torch.cuda.max_memory_reserved(self._device), self._expected)
+        return max(0, (self._bound - self._expected) // 2 // _state_bytes())
+
+    def changed(self, count: int, wanted: int) -> None:
+        """So many chunks have memory now that had none, or have none any more."""
+        self._given += count * _state_bytes()
+        self._expected += count * _state_bytes()
+        self._is_full |= wanted <= 0 or count < wanted
+
+
+def _state_bytes() -> int:
+    """Of a chunk."""
+    return CHUNK * 3 * 4
+
+
+def _largest_segment(device: torch.device) -> int:
+    """Those that grow and shrink by pages have no holes that matter."""
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == device.index]
+    return max((segment["total_size"] for segment in segments if not segment.get("is_expandable")), default=0)
 
 
 class Slot:
-    """Device memory for one chunk."""
+    """Device memory for one chunk. It comes from a stream's own pool: else it would lie in what activations have left,
+    and the next step would have to take as much again for them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.states = tuple(torch.empty(CHUNK, device=device) for _ in range(3))
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        with torch.cuda.stream(stream):
+            self.states = tuple(torch.empty(CHUNK, device=device) for _ in range(3))
         self._others: dict[tuple[str, torch.dtype], Tensor] = {}
         self.free = Done()  # after which it may be filled again
 

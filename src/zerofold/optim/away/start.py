@@ -20,7 +20,6 @@ from zerofold.placement import Tier
 FIRST_SHARE = 0.65  # of the elements go through the device, until steps have been timed
 SAFE_PART = 0.9  # of the device's memory
 SPARE_PART = 1 / 5  # of what is left of that, for gradients and chunks that are on the device between steps
-FILLED_PART = 0.95  # instead of both, of a limit that "auto" is to fill
 MOST_AHEAD = 64  # chunks, 12.9 GB; with 96 steps were no shorter
 FEW_AHEAD = 21  # where parameters are away as well: the device's memory is wanted for something else
 
@@ -30,20 +29,17 @@ class DeviceMemory(NamedTuple):
 
     peak: int
     held: int
-    reserved: int = 0
-    """At its peak: with what lies between blocks that are in use."""
 
     @staticmethod
     def now(device: torch.device) -> DeviceMemory:
         if device.type != "cuda":
             return DeviceMemory(0, 0)
-        held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        return DeviceMemory(peak, held, torch.cuda.max_memory_reserved(device))
+        return DeviceMemory(torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device))
 
     def with_new_states(self, device: torch.device) -> DeviceMemory:
         """As a later step will find it: what was made since, moments for instance, stays."""
         made = max(0, DeviceMemory.now(device).held - self.held)
-        return DeviceMemory(self.peak + made, self.held + made, self.reserved + made)
+        return DeviceMemory(self.peak + made, self.held + made)
 
 
 def updates_of(engine: Engine, before: DeviceMemory | None) -> AwayUpdates:
@@ -54,17 +50,19 @@ def updates_of(engine: Engine, before: DeviceMemory | None) -> AwayUpdates:
         if memory.arena is not None:
             memory.arena.wait()  # copies from memory that is not pinned yet would be right, and slow
         used = (before or DeviceMemory.now(engine.device)).with_new_states(engine.device)
-        _advise(engine, used)
         found = engine.updates = AwayUpdates(engine.transfers, memory, engine.slabs(), _way(engine, used))
+    elif found.count == 2 and found.way.filling is None:  # only from the second step on gradients stay on the device
+        _advise(engine)
     return found
 
 
-def _advise(engine: Engine, used: DeviceMemory) -> None:
-    """The plan has guessed what activations need; by now a forward and a backward have shown it."""
+def _advise(engine: Engine) -> None:
+    """The plan has guessed what activations need; by now whole steps have shown it, with all that lies unused between
+    blocks."""
     plan, wish = engine.offloading.plan, engine.offloading.wish
     if engine.device.type != "cuda" or engine.groups.control.rank != 0 or plan is None or wish is None:
         return
-    unused = plan.budget.device - used.peak
+    unused = plan.budget.device - torch.cuda.max_memory_reserved(engine.device)
     if wish.optimizer == AUTO and wish.reserve is None and unused > plan.budget.device / 10:
         needed = max(0, plan.reserve - unused + plan.budget.device // 20)
         print(
@@ -85,31 +83,37 @@ def _way(engine: Engine, used: DeviceMemory) -> Way:
     way = Way(speed.threads, speed.cores, FIRST_SHARE if share is None else share, tunes=share is None)
     # Gradients that stay take what activations leave. Only beyond that do they cost anything.
     room, gradients = _room_on_device(engine, used), max(0, used.held + _gradient_bytes(engine) - used.peak)
-    keeps = gradients < room / 2
+    way = replace(way, keeps_gradients=gradients < room / 2)
+    if wish is not None and wish.optimizer == AUTO:  # free to choose: states that stay need not move
+        fills = wish.device_limit is not None and wish.gradients == AUTO
+        return replace(way, filling=Filling(engine.device, _limit(engine))) if fills else way
+    keeps = way.keeps_gradients
     chunks = int((room - gradients * keeps) / _slot_bytes(gradient_stays=not keeps)) if way.device_share > 0 else 0
     if chunks < 1:
-        return replace(way, keeps_gradients=keeps)
-    if wish is not None and wish.optimizer == AUTO:  # free to choose: states that stay need not move
-        return replace(way, keeps_gradients=keeps, filling=Filling(engine.device, int(room) + used.reserved))
+        return way
     parameters_go_up = any(slab.is_away and slab.tiers.parameters is not Tier.DEVICE for slab in engine.slabs())
     ahead = min(chunks, FEW_AHEAD if parameters_go_up else MOST_AHEAD)
     alone = engine.groups.gather.size == 1 and engine.groups.across is None
     early = alone and not any(slab.home.adds_up for slab in engine.slabs())
-    return replace(way, keeps_gradients=keeps, ahead=ahead if keeps or early else 0, early=early)
+    return replace(way, ahead=ahead if keeps or early else 0, early=early)
 
 
 def _room_on_device(engine: Engine, used: DeviceMemory) -> float:
     """A part of the device's memory that nobody has needed until now. None of it where somebody has said that gradients
-    go to the host; nearly all of it where somebody has set a limit for us to fill, and nothing where there is none:
-    there the plan has said what the device will hold."""
+    go to the host; all of it where somebody has set a limit for us to fill, and nothing where there is none: there the
+    plan has said what the device will hold."""
     wish = engine.offloading.wish
     if wish is None or wish.gradients != AUTO:
         return 0.0
-    limit = device_memory(engine.device)
-    limit = limit if wish.device_limit is None else min(limit, wish.device_limit)
     if wish.optimizer == AUTO:
-        return 0.0 if wish.device_limit is None else FILLED_PART * limit - used.reserved
-    return SPARE_PART * (SAFE_PART * limit - used.peak)
+        return 0.0 if wish.device_limit is None else _limit(engine) - torch.cuda.max_memory_reserved(engine.device)
+    return SPARE_PART * (SAFE_PART * _limit(engine) - used.peak)
+
+
+def _limit(engine: Engine) -> int:
+    """Bytes of the device for this rank."""
+    wish, memory = engine.offloading.wish, device_memory(engine.device)
+    return memory if wish is None or wish.device_limit is None else min(memory, wish.device_limit)
 
 
 def _slot_bytes(*, gradient_stays: bool) -> int:

@@ -62,7 +62,8 @@ class DeviceUpdate:
         """`ahead`: chunks that wait on the device for the next step, or whose old states do."""
         self._device, self._up, self._ahead = device, up, ahead
         self._kernel, self._copies, self._down = (torch.cuda.Stream(device) for _ in range(3))
-        self._slots = deque(Slot(device) for _ in range(SLOTS + ahead))  # free the longest first
+        self._slots = deque(Slot(device, up) for _ in range(SLOTS + ahead))  # free the longest first
+        self._owed = 0  # slots that are made when the next one is wanted
         self._staged: dict[tuple[object, int, int], Slot] = {}
         self._early: dict[tuple[object, int, int], _Early] = {}
         self._lasting: dict[tuple[object, int, int], _Lasting] = {}
@@ -92,11 +93,11 @@ class DeviceUpdate:
         self._slots.extend(more)
         self._most_lasting += len(more)
         self._may_last = may_last
+        self._free([key for key in self._lasting if key[0] not in may_last])
         for key in [key for key in self._staged if key[0] in changed]:
             self._slots.appendleft(self._staged.pop(key))
         # Whoever looks has them brought down first. Where nobody has, no value has changed: the host's are old ones.
-        for key in [key for key, (_, _, made) in self._lasting.items() if key[0] in changed and made is None]:
-            self._slots.append(self._lasting.pop(key).slot)
+        self._free([key for key, (_, _, made) in self._lasting.items() if key[0] in changed and made is None])
         self._up.wait_stream(self._down)
         self._times[0].record(self._up)
         self._kernel.wait_stream(self._up)  # and so behind all that the model still computes with what is written here
@@ -182,6 +183,29 @@ class DeviceUpdate:
         """The host has all states as they are."""
         self._bring_down(list(self._lasting))
 
+    def fewer(self, count: int) -> None:
+        """So many chunks less stay from now on, and their memory is nobody's any more."""
+        self._most_lasting -= count
+        self._free(list(self._lasting)[self._most_lasting :])
+        for _ in range(count):
+            self._slots.pop().free.finish()
+
+    def let_go(self) -> None:
+        """Of all memory on the device, until it is wanted again; the host has all states as they are."""
+        self.take_back()
+        self._free(list(self._lasting))
+        self._slots.extend(self._staged.values())
+        self._staged = {}
+        self._owed += len(self._slots)
+        while self._slots:
+            self._slots.pop().free.finish()
+
+    def _free(self, keys: Sequence[tuple[object, int, int]]) -> None:
+        """The host has the states of these chunks, and others may have their memory."""
+        self._bring_down(keys)
+        for key in keys:
+            self._slots.append(self._lasting.pop(key).slot)
+
     def _bring_down(self, keys: Sequence[tuple[object, int, int]]) -> None:
         torch.cuda.set_device(self._device)
         going = []
@@ -199,10 +223,7 @@ class DeviceUpdate:
         early = [key for key in self._early if chunk.overlaps(key)]
         if early:
             self._restore(early)
-        lasting = [key for key in self._lasting if chunk.overlaps(key)]
-        self._bring_down(lasting)
-        for key in lasting:
-            self._slots.append(self._lasting.pop(key).slot)
+        self._free([key for key in self._lasting if chunk.overlaps(key)])
 
     def _let_stand(self, early: _Early, chunk: Chunk) -> Ends:
         """The step does what was done already: forward may have the copy."""
@@ -302,6 +323,9 @@ class DeviceUpdate:
         return self._staged.pop(chunk.key, None) if lasting is None else lasting.slot
 
     def _take_slot(self) -> Slot:
+        for _ in range(self._owed):
+            self._slots.append(Slot(self._device, self._up))
+            self._owed -= 1
         slot = self._slots.popleft()
         slot.free.finish()
         return slot

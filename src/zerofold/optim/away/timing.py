@@ -65,8 +65,8 @@ class Timing:
     def end_of_disk(self) -> None:
         self.disk_seconds = time.perf_counter() - self._started
 
-    def tune(self, ran_with: float | None, now: float | None = None) -> None:
-        """Before an update; `ran_with`: the share of the one before."""
+    def tune(self, ran_with: float | None, now: float | None = None, *, is_like_others: bool = True) -> None:
+        """Before an update; `ran_with`: the share of the one before; a step unlike others is not compared with them."""
         now = time.perf_counter() if now is None else now
         took, self._before = None if self._before is None else now - self._before, now
         self.steps += 1
@@ -75,9 +75,8 @@ class Timing:
         if not 0 < self.together < 1:
             return  # one of them has nothing to do, and somebody wants it so
         is_alone, place = ran_with == 1, self.steps % _PERIOD
-        if is_alone and not self.device_seconds:
-            return  # nothing of what streams had a gradient
-        self._took[is_alone].append(took)
+        if is_like_others and (self.device_seconds or not is_alone):  # something of what streams had a gradient
+            self._took[is_alone].append(took)
         if not is_alone and min(self.host_seconds, self.device_seconds) > 0:
             self._move(ran_with)
         if place == _TRIALS[-1] + 2:  # what was dealt for the last of them has run

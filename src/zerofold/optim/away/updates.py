@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -98,6 +98,7 @@ class AwayUpdates:
         # One stream for all of an update that goes up: of two, one waits until the other has nothing left (measured).
         up = torch.cuda.Stream(device) if transfers.is_async else None
         self._memory, self.way, self._device, self._up = memory, way, device, up
+        self.count = 0  # updates
         self._pool = HostPool(way.threads, way.cores)
         self._host = HostUpdate(device, up, self._pool)
         self._through: DeviceUpdate | None = None
@@ -118,6 +119,7 @@ class AwayUpdates:
         self._keeps_gradients = way.keeps_gradients
         self._lasting = 0  # chunks
         self._special = [] if self._early is None else self._early.slabs
+        self._has_changed = False  # how many stay, in the last update
         self._dealt_for: float | None = None  # the share by which parameters stream now
         self._ran_with: float | None = None  # that of the last update
         self._deal()
@@ -135,13 +137,16 @@ class AwayUpdates:
         """`work` in the order in which the slabs are needed; `upcoming`: what the next step would do to a slab. Returns
         at once."""
         self.finish_last()
-        slots = self._more_slots()
+        self.count += 1
+        before, slots = self._lasting, self._fill(work)
+        has_changed = self._lasting != before
         if self._up is not None:  # what it sends and overwrites is behind what the model is computing
             self._up.wait_stream(torch.cuda.current_stream(self._device))
         if self.way.tunes:
-            self._timing.tune(self._ran_with)
+            self._timing.tune(self._ran_with, is_like_others=not self._has_changed)
         self._timing.begin()
-        self._ran_with, self._dealt_for = self._dealt_for, None if slots else self._dealt_for
+        self._ran_with, self._dealt_for = self._dealt_for, None if has_changed else self._dealt_for
+        self._has_changed = has_changed
         through, on_disk = self._through, list[tuple[Chunk, SlabUpdate]]()
         if through is not None:
             changed: set[object] = {slab for slab, _, _ in work if self._versions.get(slab) != versions_of(slab)}
@@ -207,15 +212,26 @@ class AwayUpdates:
             if isinstance(slab.gradients, AwayGradients) and (self._keeps_gradients or slab in special):
                 slab.gradients.staying = slab.streamed
 
-    def _more_slots(self) -> list[Slot]:
-        """For chunks that stay from now on, as many as there are at most. Their slabs stream whole."""
-        if self.way.filling is None or self._through is None:
-            return []
+    def _fill(self, work: Sequence[tuple[Slab, list[Piece], tuple[Tensor, Tensor]]]) -> list[Slot]:
+        """Memory for chunks that stay from now on, no more than there are; or takes some away. Slabs that have some
+        stream whole."""
+        filling, through = self.way.filling, self._through
+        if filling is None or through is None or not any(slab in self._versions for slab, _, _ in work):
+            return []  # the first step of these slabs
         # Without a copy, forward computes with what the host has.
         staying = [slab for slab in self._streaming if slab.copy_of_shard is not None]
-        needed = sum(map(count_of_chunks, staying)) - self._lasting
-        slots = [Slot(self._device) for _ in range(min(needed, self.way.filling.more()))] if needed > 0 else []
-        self._lasting += len(slots)
+        wanted = min(filling.change(), sum(map(count_of_chunks, staying)) - self._lasting)
+        if wanted < 0:
+            self._device_worker.submit(partial(through.fewer, -wanted)).wait()
+        if wanted:
+            torch.cuda.empty_cache()  # what is left of it then is what new chunks must not be cut out of
+        slots: list[Slot] = []
+        with suppress(torch.OutOfMemoryError):  # somebody else has it
+            for _ in range(wanted):
+                slots.append(Slot(self._device, self._up))
+        changed = len(slots) if wanted > 0 else wanted
+        filling.changed(changed, wanted)
+        self._lasting += changed
         self._special, chunks = [], self._lasting
         for slab in staying:
             if chunks <= 0:
@@ -232,6 +248,12 @@ class AwayUpdates:
         self.finish_last()
         if self._through is not None and self._lasting:
             self._device_worker.submit(self._through.bring_down).wait()
+
+    def let_go(self) -> None:
+        """Of the device's memory, until the next update; all states are where they live."""
+        self.finish()
+        if self._through is not None:
+            self._device_worker.submit(self._through.let_go).wait()
 
     def finish_last(self) -> None:
         """The same but for those that were updated early, for the next step, and for those that stay on the device."""
