@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.test_offload import PLACES, Block, result
+from tests.test_through_device import Filled
 from torch import Tensor, nn
 
 import zerofold as zf
@@ -113,8 +113,7 @@ def test_updates_early_and_of_states_that_stay_have_the_bits_of_others(
 
     def choose(**options: Any) -> None:
         def way_of(*given: Any) -> Any:
-            more = iter([0, 10, 20])
-            filling = SimpleNamespace(more=lambda: next(more, 0)) if way == "lasting" else None
+            filling: Any = Filled(30, -5) if way == "lasting" else None
             return replace(chosen(*given), filling=filling, **options)
 
         monkeypatch.setattr(start, "_way", way_of)
@@ -244,3 +243,20 @@ def test_loops_whose_gradients_wait_on_the_device(loop: Any, stage: int, precisi
         zf.close(model, gather=False)
     # 16-bit gradients round once more when they are clipped, and a LayerNorm's bias is nothing but its updates.
     assert largest_difference(found[1], found[0]) < (1e-5 if precision == "fp32" else 3e-2)
+
+
+def test_what_an_allocator_says_fills_a_limit_and_makes_room_again() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    limit = torch.cuda.memory_reserved(device) + 3 * 2**30
+    filling, stream, held = slots.Filling(device, limit), torch.cuda.Stream(device), []
+    for _ in range(6):
+        wanted = filling.change()
+        held += [slots.Slot(device, stream) for _ in range(wanted)]
+        filling.changed(wanted, wanted)
+    assert limit * 0.7 < torch.cuda.memory_reserved(device) <= limit * 0.95
+    others = torch.empty(limit - torch.cuda.memory_reserved(device), dtype=torch.uint8, device=device)
+    assert -len(held) <= filling.change() < 0
+    del others, held
+    torch.cuda.empty_cache()
