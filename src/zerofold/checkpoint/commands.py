@@ -33,10 +33,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a
 
 def checkpoint_app() -> typer.Typer:
     app = typer.Typer(help="Look into checkpoints, check, export and compare them.", no_args_is_help=True)
-    app.command("inspect")(inspect_command)
-    app.command("verify")(verify_command)
-    app.command("export")(export_command)
-    app.command("diff")(diff_command)
+    app.command("inspect", short_help="What a checkpoint holds.")(inspect_command)
+    app.command("verify", short_help="Read all of it and compare digests.")(verify_command)
+    app.command("export", short_help="Weights as a Hugging Face folder.")(export_command)
+    app.command("diff", short_help="Compare two checkpoints.")(diff_command)
     return app
 
 
