@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerofold.ends import Ends
 from zerofold.stamps import CudaStamps, HostStamps, Stamp, Stamps
 
 COMPUTE, GATHER, REDUCE, OTHER, HOST, DISK, UPDATE = (
@@ -133,6 +134,7 @@ class Tape:
         self._forwards: dict[str, Stamp] = {}
         self._backward: tuple[str, Stamp] | None = None
         self._lane_ends: dict[str, float] = {}
+        self._ends: dict[object, Ends] = {}
         self._unread: deque[_Step] = deque()
         self._retired: list[Stamp] = []
         self._new_step(self._stamps.now())
@@ -232,6 +234,19 @@ class Tape:
         if self.traces:
             end = self.stamp() if ended is None else ended
             self._step.spans.append(_Open(WIRE, category, "", unit, began, end, nbytes))
+
+    def ends_of(self, group: object) -> Ends:
+        """Who sees when that group's calls end, from the first of them until the tape is closed."""
+        if group not in self._ends:
+            self._ends[group] = Ends()
+        return self._ends[group]
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        for ends in self._ends.values():
+            ends.close()
+        self._ends.clear()
+        self.read()
 
     def beside(self, lane: str, unit: str, began: float, nbytes: int = 0, *, what: str) -> None:
         """Work of another thread is through. It began at `began`, or when the work before it in its lane ended."""

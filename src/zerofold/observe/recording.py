@@ -70,7 +70,7 @@ class Recording:
             self._engine.clock.tape = None
             if self._engine.device.type == "cuda":
                 torch.cuda.synchronize(self._engine.device)
-            self.tape.read()
+            self.tape.close()
 
     def __enter__(self) -> Recording:
         return self
