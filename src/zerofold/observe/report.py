@@ -24,7 +24,7 @@ from zerofold.observe.report_files import (
 )
 from zerofold.observe.report_timeline import timeline_of
 
-STATES = ("parameters", "gradients", "optimizer", "gathered", "buffers", "other")
+STATES = ("parameters", "gradients", "optimizer", "gathered", "cached", "buffers", "other")
 TIMES = ("compute", "gather", "reduce", "host", "disk", "other", "update")
 CURVES = ("step", "seconds", "loss", "validation_loss", "lr", "tokens_per_second", "step_seconds")
 _CURVE_BUCKETS = 1000
@@ -53,6 +53,7 @@ def report_of(run: RunFiles) -> dict[str, Any]:
         "state_bytes": numbers_in(ledger.get("state_bytes") or _last(run.metrics, "state_bytes")),
         "peak_state_bytes": numbers_in(ledger.get("peak_state_bytes")),
         "tier_bytes": _tiers(ledger.get("tier_bytes")),
+        "counts_activations": not text_of(ledger.get("device", run.config.get("device"))).startswith("cpu"),
         "peak_kept_bytes": _tiers(ledger.get("peak_kept_bytes")),
         "units": [_unit(each) for each in objects_in(ledger.get("units"))],
         "timeline": None if run.timeline is None else timeline_of(run.timeline, STATES),
