@@ -45,6 +45,7 @@ THOROUGH = [
     r"test_rows.py::test_owners_update_as_one_process_would\[(1|2)-whole",
     r"test_precision.py::test_states_in_bf16_train_with_stochastic_rounding\[options0",
     r"test_faults.py::test_a_call_of_one_rank_alone_is_named_on_all\[\('(attach|full_params)'",
+    r"test_ends.py::test_a_recorded_script_that_ends_after_its_last_step_ends_with_0\[[023]\]",
     r"test_faults.py::test_a_slow_rank_is_no_fault_and_no_thread_is_left",
     r"test_cli.py::test_a_failing_rank_is_one_line_and_exit_code_1",
     r"test_train_job.py::test_(torchrun_starts_it_again|ctrl_c_finishes_the_step)",

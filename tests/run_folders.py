@@ -12,7 +12,7 @@ BLOCK = 7_087_872
 ROOT = 38_597_376
 PSI = ROOT + BLOCKS * BLOCK
 WORLD = 4
-STATES = ("parameters", "gradients", "optimizer", "gathered", "buffers", "other")
+STATES = ("parameters", "gradients", "optimizer", "gathered", "cached", "buffers", "other")
 
 
 def write_run(folder: Path, *, steps: int = 300, ledger: bool = True, timeline: bool = True) -> Path:
@@ -58,8 +58,14 @@ def times() -> dict[str, float]:
 
 def ledger_of(steps: int) -> dict[str, Any]:
     shard = PSI // WORLD
-    states = dict(zip(STATES, (0, 4 * shard, 12 * shard, 2 * ROOT, 8_388_608, 9_437_184), strict=True))
-    peak = dict(zip(STATES, (0, 4 * shard, 12 * shard, 2 * (ROOT + 2 * BLOCK), 33_554_432, 2_901_234_176), strict=True))
+    states = dict(zip(STATES, (0, 4 * shard, 12 * shard, 2 * ROOT, 4_194_304, 8_388_608, 9_437_184), strict=True))
+    peak = dict(
+        zip(
+            STATES,
+            (0, 4 * shard, 12 * shard, 2 * (ROOT + 2 * BLOCK), 14_175_744, 33_554_432, 2_901_234_176),
+            strict=True,
+        )
+    )
     predicted = [
         ("parameters", "device", "bytes", 0, 0),
         ("gradients", "device", "bytes", 4 * shard, 4 * shard),
@@ -130,7 +136,7 @@ def events(steps: int = 1) -> list[dict[str, Any]]:
             memory(clock, other=-230_000_000, gathered=-size[name], gradients=2 * size[name] // WORLD)
         clock = span("update", "", behind, 15_000.0, 0)
         memory(clock, gradients=-sum(2 * each // WORLD for each in size.values()))
-    held = dict(zip(STATES, (0, 0, 12 * PSI // WORLD, 0, 8_388_608, 0), strict=True))
+    held = dict(zip(STATES, (0, 0, 12 * PSI // WORLD, 0, 0, 8_388_608, 0), strict=True))
     for at, change in sorted(changes, key=lambda each: each[0]):
         for state, by in change.items():
             held[state] += by

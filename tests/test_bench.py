@@ -148,7 +148,7 @@ def test_engines_that_fail_tell_their_errors():
         (["--d", "60", "--heads", "8"], "60 does not divide into 8 heads"),
         (["--malloc", "jemalloc"], "--malloc must be default or tuned"),
         (["--device", "tpu"], "--device must be auto, cpu or cuda"),
-        (["--out", "/no/such/folder/file.json"], "there is no folder"),
+        (["--out", "/dev/null/folder/file.json"], "cannot be made"),
     ],
 )
 def test_misuse_is_one_line_and_exit_code_2(arguments, hint):
@@ -268,7 +268,7 @@ def test_tiny_mixed_run(tmp_path):
         (["--engines", "zf3,ddp"], "no engine 'ddp'; the engines are plain, fsdp2"),
         (["--d", "60", "--heads", "8"], "60 does not divide into 8 heads"),
         (["--device", "tpu"], "--device must be auto, cpu or cuda"),
-        (["--out", "/no/such/folder/file.json"], "there is no folder"),
+        (["--out", "/dev/null/folder/file.json"], "cannot be made"),
     ],
 )
 def test_misuse_of_mixed(arguments, hint):
@@ -375,7 +375,7 @@ def test_tiny_precision_run(tmp_path):
         (["--precisions", "tf32"], "no precision 'tf32' on cpu; choose from fp32, bf16, fp16, states"),
         (["--stages", "5"], "no stage '5'"),
         (["--hidden", "100", "--heads", "6"], "use hidden 96"),
-        (["--write", "/no/such/folder/page.md"], "--write /no/such/folder/page.md: there is no folder"),
+        (["--write", "/dev/null/at/page.md"], "--write /dev/null/at/page.md: /dev/null/at cannot be made"),
     ],
 )
 def test_misuse_of_precision(arguments, hint):

@@ -148,7 +148,7 @@ def test_at_least_24_runs_by_default() -> None:
         (["--times-only", "--no-alone"], "error: --times-only with --no-alone leaves nothing"),
         (["--profile"], "error: --profile has no timed run to look at; add --times-only"),
         (["--stages", "4"], "error: there is no stage '4'"),
-        (["--out", "/nowhere/plan.json"], "error: --out /nowhere/plan.json: there is no folder /nowhere"),
+        (["--out", "/dev/null/at/plan.json"], "error: --out /dev/null/at/plan.json: /dev/null/at cannot be made"),
     ],
 )
 def test_wrong_options_end_with_2(args: list[str], message: str) -> None:

@@ -52,6 +52,24 @@ def test_every_run_is_shown_on_a_screen_and_on_a_phone(page: Page, runs: dict[st
         assert page.js("document.querySelectorAll('svg [d*=NaN], svg [x*=NaN], svg [y*=NaN]').length") == 0
 
 
+def test_nothing_is_shown_twice_and_what_is_not_counted_is_said(page: Page, tmp_path: Path) -> None:
+    """On a CPU, with all states in one memory, control messages of some bytes, and nothing to hint at."""
+    run = write_run(tmp_path / "cpu", steps=3)
+    ledger = ledger_of(3) | {"device": "cpu", "hints": []}
+    ledger["tier_bytes"] = {"device": dict(ledger["state_bytes"]), "host": {}, "nvme": {"optimizer": 0}}
+    (run / "ledger.json").write_text(json.dumps(ledger))
+    write_report(read_run(run), run / "report.html")
+    page.open(run / "report.html", width=PHONE)
+    said = page.js("document.body.innerText")
+    assert "on device" not in said
+    assert "On a CPU nobody counts activations" in said
+    assert "without activations" in said
+    assert "of different moments" in said
+    assert "None: nothing that was measured" in said
+    assert "Too little for a bar: all_reduce, all." in said
+    assert len(page.table("communication")) == 3
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_text_stands_out_from_its_ground(page: Page, runs: dict[str, Path], dark: bool) -> None:
     for name in ("whole", "bare"):

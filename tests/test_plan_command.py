@@ -223,7 +223,7 @@ def test_a_function_is_built_on_the_meta_device(tmp_path: Path, monkeypatch: pyt
         (["--params", "1e9", "--world-size", "6", "--group", "4"], "does not divide the 6"),
         (["--params", "1e9", "--checkpoint-every", "1000"], "checkpoint_every=1000"),
         (["--params", "1e9", "--path", "/tmp"], "needs --this-machine"),
-        (["--params", "1e9", "--config", "/no/such/folder/ds_config.json"], "there is no folder"),
+        (["--params", "1e9", "--config", "/dev/null/folder/ds_config.json"], "/dev/null/folder cannot be made"),
         (["--model", "/no/such/folder"], "no config.json"),
         (["--function", "no_colon"], "must be module:function"),
         (["--function", "no_such_module:build"], "No module named"),

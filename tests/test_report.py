@@ -64,6 +64,27 @@ def test_json_alone_writes_no_page_and_out_names_it(tmp_path: Path) -> None:
     assert in_page(tmp_path / "new" / "page.html")["facts"]["step"] == 2
 
 
+@pytest.mark.parametrize(("speeds", "middle"), [([4312, 8509], 6410.5), ([1, 9, 5], 5), ([None, 3], 3)])
+def test_the_median_is_the_middle_of_all_lines(tmp_path: Path, speeds: list[float | None], middle: float) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    lines = [metrics_line(step + 1, 9) | {"tokens_per_second": speed} for step, speed in enumerate(speeds)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert numbers(folder)["facts"]["median_tokens_per_second"] == middle
+
+
+def test_memory_before_the_first_span_is_that_at_its_begin(tmp_path: Path) -> None:
+    """Or the plot would begin with nothing."""
+    folder = write_run(tmp_path / "run", steps=1)
+    counted = [("C", "memory", at, {"optimizer": held}) for at, held in ((1, 5), (2, 7), (30, 9))]
+    made = [{"ph": ph, "name": name, "ts": at, "pid": 0, "args": args} for ph, name, at, args in counted]
+    made += [{"ph": "X", "name": "a", "cat": "forward", "ts": 10, "dur": 40, "pid": 0, "args": {"unit": "a"}}]
+    made += [{"ph": "M", "name": "steps", "pid": 0, "args": {"steps": [16, 17]}}]
+    (folder / "timeline.json").write_text(json.dumps({"traceEvents": made}))
+    found = numbers(folder)["timeline"]
+    assert (found["memory"]["at"], found["memory"]["bytes"]) == ([0, 20], {"optimizer": [7, 9]})
+    assert found["steps"] == [16, 17]
+
+
 def test_what_is_missing_is_said_with_the_way_to_get_it(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=3, ledger=False, timeline=False)
     result = report(folder)

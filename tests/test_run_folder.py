@@ -111,7 +111,7 @@ def test_own_loops_leave_what_a_report_reads(ranks: RankPool, tmp_path: Path, st
     assert all(span["dur"] >= 0 and span["ts"] >= 0 for span in spans)
     counters = [event["args"] for event in events if event["ph"] == "C"]
     assert max(sample["gradients"] for sample in counters) > 0
-    assert {"parameters", "gradients", "optimizer", "gathered", "buffers", "other"} == set(counters[0])
+    assert {"parameters", "gradients", "optimizer", "gathered", "cached", "buffers", "other"} == set(counters[0])
 
 
 def test_a_timeline_shows_units_gathered_ahead_and_nested_as_they_ran(ranks: RankPool, tmp_path: Path) -> None:

@@ -133,6 +133,41 @@ def test_spans_are_true_however_late_they_are_read() -> None:
     assert [(span.begin - first, span.end - first) for span in wires] == [(-1.0, 0.0), (3.0, 4.0)]
 
 
+@pytest.mark.parametrize(
+    ("looked_at", "shown"),
+    [([1, 2, 3, 4, 8, 9], [8, 9]), ([1, 2, 3, 4, 10], [3, 4]), ([1, 5, 9], [9]), ([], []), (range(1, 11), [9, 10])],
+)
+def test_samples_of_a_step_are_its_own_at_their_own_times(looked_at: list[int], shown: list[int]) -> None:
+    """So is a gather that was begun in the step before, whose stamps nobody may have used again."""
+    events, began = Events(), None
+    tape = Tape(CPU, stamps=events, keep=2)
+    begin = time.perf_counter()
+    tape.sample = lambda _: {"clock": round(1000 * events.clock)}
+    for step in range(1, 11):
+        tape.looks = step in looked_at
+        for _ in range(2):
+            events.clock += 0.25
+            if began is not None:
+                tape.on_wire(GATHER, "a", began, 8)
+                began = None
+            tape.take_sample()
+        began = tape.stamp()
+        events.clock += 0.5 * step
+        tape.end_step()
+        events.reached = events.clock
+        tape.read()
+    steps = tape.last_steps
+    assert [step.number for step in steps] == shown
+    for step in steps:
+        ends = [0.5 * number * (number + 1) / 2 + 0.5 * number for number in (step.number - 1, step.number)]
+        assert (step.begin - begin, step.end - begin) == pytest.approx(ends, abs=0.01)
+        at = [sample.at - begin for sample in step.samples]
+        assert at == pytest.approx([ends[0] + 0.25, ends[0] + 0.5], abs=0.01)
+        assert [sample.nbytes["clock"] / 1000 for sample in step.samples] == pytest.approx(at, abs=0.01)
+        wires = [span.end - span.begin for span in step.spans if span.lane == "wire"]
+        assert wires == ([] if step.number == 1 else pytest.approx([0.5 * (step.number - 1) + 0.25], abs=0.01))
+
+
 def test_an_update_that_raised_does_not_go_on() -> None:
     events = Events()
     tape = Tape(CPU, stamps=events)
@@ -303,6 +338,28 @@ def test_peaks_outlive_what_made_them(ranks: RankPool) -> None:
             state: empty["state_bytes"][state] for state in ("parameters", "optimizer")
         }
         assert peak["gathered"] > 0 == empty["temporary_bytes"]["gathered"]
+
+
+def sampled_steps() -> list[timing.StepTimes]:
+    model, optimizer, tokens = prepared(3)
+    with zf.ledger(model).record() as recording:
+        train(model, optimizer, tokens, 7)
+    found = recording.tape.last_steps
+    zf.close(model)
+    return found
+
+
+def test_memory_rises_with_the_first_unit_and_falls_with_the_last(ranks: RankPool) -> None:
+    for steps in ranks(2, sampled_steps):
+        assert len(steps) == 2
+        assert steps[0].number + 1 == steps[1].number
+        for step in steps:
+            assert all(step.begin <= sample.at <= step.end for sample in step.samples)
+            first = next(span for span in step.spans if span.name == "forward blocks.0")
+            gathered = [(sample.at, sample.nbytes["gathered"]) for sample in step.samples]
+            assert gathered[0][0] < first.begin + 1e-3
+            assert gathered[0][1] == 0 == gathered[-1][1]
+            assert any(nbytes > 0 for at, nbytes in gathered if at <= first.begin)
 
 
 def gathered_peak() -> tuple[int, int, list[dict[str, Any]]]:

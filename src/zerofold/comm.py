@@ -14,7 +14,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerofold.ends import SLICE
 from zerofold.stamps import Stamp
 from zerofold.timing import GATHER, OTHER, REDUCE, Clock, Tape
 
@@ -29,10 +29,6 @@ from zerofold.timing import GATHER, OTHER, REDUCE, Clock, Tape
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
-
-# How long a rank sleeps in a collective before it looks whether the ranks have diverged. gloo can be waited for in
-# slices; asking again after one that was too short costs nothing and breaks nothing.
-_SLICE = timedelta(seconds=0.5)
 _REMEMBERED = 64
 # Groups in which one process stands for all ranks: torch's fake one, and the simulator's, which takes time.
 ALONE = ("fake", "modelled")
@@ -185,12 +181,14 @@ class Handle:
     def __init__(self, comm: Comm, call: Call, works: Sequence[Any]) -> None:
         self._comm, self.call, self._works = comm, call, works
         self._begun: Stamp = None
-        self._ended: float | None = None
+        self._ended: Stamp = None
         tape = comm.traffic.clock.tape
         if tape is not None and tape.traces and works:
             self._begun = tape.stamp()
-            if comm.is_gloo:  # of several the last to be started ends last, or nearly so
-                works[-1].get_future().add_done_callback(self._note_end)
+            # Of several works the last to be started ends last, or nearly so. Whoever waits for one of a device makes a
+            # stream wait, so there nobody looks.
+            if comm.is_gloo and comm.device.type == "cpu":
+                tape.ends_of(comm).watch(works[-1], self._note_end)
 
     @property
     def waits_for(self) -> str:
@@ -211,13 +209,15 @@ class Handle:
         finally:
             waited = tape.end()
         if self._begun is not None:
-            ended = waited if self._ended is None else self._ended
-            tape.on_wire(call.purpose, call.unit, self._begun, call.nbytes, ended)
+            seen = self._ended
+            if seen is None or (isinstance(waited, float) and waited < seen):  # who looks may get its turn later
+                seen = waited
+            tape.on_wire(call.purpose, call.unit, self._begun, call.nbytes, seen)
             self._begun = None
 
-    def _note_end(self, future: object) -> None:
-        """In a thread of gloo's, when its work is over."""
-        self._ended = time.perf_counter()
+    def _note_end(self, at: float) -> None:
+        """In another thread."""
+        self._ended = at
 
     def _wait(self) -> None:
         try:
@@ -242,7 +242,7 @@ class Handle:
         try:
             while True:
                 try:
-                    work.wait(_SLICE)
+                    work.wait(SLICE)  # and then looks whether the ranks have diverged
                     return
                 except RuntimeError:
                     if work.is_completed():  # it has failed, or come at the last moment: asking again tells

@@ -64,7 +64,7 @@ class Schedule:
             self._follow(unit)
         self._use(unit, self._in_forward)
         if self.clock.tape is not None:
-            self.clock.tape.forward(unit.name)
+            self.clock.tape.take_sample(unit, at=self.clock.tape.forward(unit.name))
 
     def after_forward(self, unit: Unit, *, expects_backward: bool, keep: bool) -> None:
         """`keep`: what came out may lead autograd back here without passing a hook."""
@@ -103,7 +103,7 @@ class Schedule:
             self._position = len(self._ends) - 1 - self._ends[::-1].index(unit)
         self._use(unit, self._in_backward)
         if self.clock.tape is not None:
-            self.clock.tape.backward(unit.name)
+            self.clock.tape.take_sample(unit, at=self.clock.tape.backward(unit.name))
 
     def after_backward(self, unit: Unit) -> None:
         self._in_backward = self._in_backward - Counter([unit])
@@ -120,6 +120,8 @@ class Schedule:
         self._in_backward.clear()
         self._forget(self.units)
         self.release_all()
+        if self.clock.tape is not None:
+            self.clock.tape.take_sample(self.root)  # without what was gathered
 
     def end_accumulation(self) -> None:
         self.retraces = False

@@ -17,10 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
+from zerofold.ends import Ends
 from zerofold.stamps import CudaStamps, HostStamps, Stamp, Stamps
 
 COMPUTE, GATHER, REDUCE, OTHER, HOST, DISK, UPDATE = (
@@ -63,6 +65,7 @@ class Sample(NamedTuple):
 class StepTimes:
     """One step that is over: seconds by category, and what a timeline shows of it."""
 
+    number: int  # of the tape, from 1
     begin: float
     end: float
     seconds: dict[str, float]
@@ -93,14 +96,19 @@ class _Step:
     samples: list[tuple[Stamp, dict[str, int]]] = field(default_factory=list)
     stamps: list[Stamp] = field(default_factory=list)  # all that were taken
     last: Stamp = None
-    begin: float = 0.0  # on the host's clock, when it has been taken in
+    is_shown: bool = True
+    number: int = 0  # from 1, when it has been taken in
+    begin: float = 0.0  # on the host's clock, likewise
+    length: float = 0.0  # since `last` is a stamp of the next step, which may be gone before this one
+    before: list[Stamp] = field(default_factory=list)  # stamps of the step before, in which a gather may have begun
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Tape:
     """Written by the training thread (autograd's counts as the same: one waits for the other), step by step.
 
-    `traces` keeps spans and samples of the last `keep` steps; without it only seconds by category are kept.
+    `traces` keeps spans and samples of the last `keep` steps in a row that are to be shown; without it only seconds by
+    category are kept.
 
     >>> tape = Tape(torch.device("cpu"))
     >>> with tape.spent(GATHER, "blocks.0"):
@@ -118,11 +126,12 @@ class Tape:
         """That are over and read."""
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         """Of all of them together."""
-        self._kept: deque[_Step] = deque()
-        self._sampled: _Step | None = None  # the last one in which memory was looked at
-        self._keep = keep
+        self._kept: list[_Step] = []  # the last steps that are shown, and those before them until they are enough
+        self._keep = keep if traces else 0
         self.sample: Callable[[Any], dict[str, int]] | None = None
-        """What the memory holds when a unit (or None: any) has just changed something. None for a step without."""
+        """What the memory holds when a unit (or None: any) has just changed something."""
+        self.looks = True
+        """Whether the step under way is shown, and memory looked at in it."""
         self.after_step: Callable[[], None] | None = None
         self._stamps = stamps or (CudaStamps(device) if device.type == "cuda" else HostStamps())
         if device.type == "cuda":
@@ -133,8 +142,9 @@ class Tape:
         self._forwards: dict[str, Stamp] = {}
         self._backward: tuple[str, Stamp] | None = None
         self._lane_ends: dict[str, float] = {}
+        self._ends: dict[object, Ends] = {}
         self._unread: deque[_Step] = deque()
-        self._retired: list[Stamp] = []
+        self._before: list[Stamp] = []  # those of the last step that was read, if it is not shown
         self._new_step(self._stamps.now())
 
     # what is waited for, and the update
@@ -192,7 +202,7 @@ class Tape:
             self.end()
         self._has_updated = False
         step, last = self._step, self._stamps.now()
-        step.last = last
+        step.last, step.is_shown = last, self.looks
         self._unread.append(step)
         self._new_step(last)
         if self.after_step is not None:
@@ -206,20 +216,24 @@ class Tape:
         self._step.stamps.append(stamp)
         return stamp
 
-    def forward(self, unit: str) -> None:
-        if self.traces:
-            self._forwards[unit] = self.stamp()
+    def forward(self, unit: str) -> Stamp | None:
+        if not self.traces:
+            return None
+        self._forwards[unit] = now = self.stamp()
+        return now
 
     def forward_ends(self, unit: str) -> Stamp | None:
         began = self._forwards.pop(unit, None)
         return None if began is None else self._add(FORWARD, unit, began)
 
-    def backward(self, unit: str) -> None:
+    def backward(self, unit: str) -> Stamp | None:
         """Until the next unit's begins: which of two events comes first, its end or that, depends on autograd."""
-        if self.traces:
-            now = self.stamp()
-            self.backward_ends(now)
-            self._backward = unit, now
+        if not self.traces:
+            return None
+        now = self.stamp()
+        self.backward_ends(now)
+        self._backward = unit, now
+        return now
 
     def backward_ends(self, now: Stamp | None = None) -> None:
         if self._backward is not None:
@@ -233,6 +247,19 @@ class Tape:
             end = self.stamp() if ended is None else ended
             self._step.spans.append(_Open(WIRE, category, "", unit, began, end, nbytes))
 
+    def ends_of(self, group: object) -> Ends:
+        """Who sees when that group's calls end, from the first of them until the tape is closed."""
+        if group not in self._ends:
+            self._ends[group] = Ends()
+        return self._ends[group]
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        for ends in self._ends.values():
+            ends.close()
+        self._ends.clear()
+        self.read()
+
     def beside(self, lane: str, unit: str, began: float, nbytes: int = 0, *, what: str) -> None:
         """Work of another thread is through. It began at `began`, or when the work before it in its lane ended."""
         if self.traces:
@@ -243,7 +270,7 @@ class Tape:
 
     def take_sample(self, unit: Any = None, *, at: Stamp | None = None) -> None:
         """`at`: a stamp that was taken just now."""
-        if self.sample is not None:
+        if self.looks and self.sample is not None:
             nbytes = self.sample(unit)
             if self.traces:
                 self._step.samples.append((self.stamp() if at is None else at, nbytes))
@@ -276,38 +303,49 @@ class Tape:
             self.seconds[category] += spent
         self.steps += 1
 
-        step.begin, step.seconds = self._begin_of(step), seconds
-        self._begin = step.begin + after(step.first, step.last)
-        self._kept.append(step)
-        gone = []
-        if step.samples:
-            if self._sampled is not None and self._sampled not in self._kept:
-                gone.append(self._sampled)
-            self._sampled = step
-        while len(self._kept) > (self._keep if self.traces else 0):
-            oldest = self._kept.popleft()
-            gone += [] if oldest is self._sampled else [oldest]
-        # A gather that was begun in one step may be waited for in the next: its stamps are needed for so long.
-        self._stamps.take_back(self._retired)
-        self._retired = [stamp for each in gone for stamp in (each.first, *each.stamps)]
+        step.number, step.begin, step.seconds = self.steps, self._begin_of(step), seconds
+        step.length = after(step.first, step.last)
+        self._begin = step.begin + step.length
+        own = [step.first, *step.stamps]
+        if step.is_shown and self._keep:
+            step.before, self._before = self._before, []
+            self._kept.append(step)
+            self._let_go()
+        else:
+            self._stamps.take_back(self._before)
+            self._before = own
+
+    def _let_go(self) -> None:
+        """Of steps that will not be shown: more recent ones in a row are enough."""
+        enough = _last_in_a_row(self._kept)[-self._keep :]
+        if len(enough) < self._keep:
+            return
+        gone, self._kept = self._kept[: -self._keep], enough
+        for step, after in pairwise([*gone, enough[0]]):
+            self._stamps.take_back(step.before)
+            own = [step.first, *step.stamps]
+            if after.number == step.number + 1:
+                after.before = own
+            else:
+                self._stamps.take_back(own)
 
     @property
     def last_steps(self) -> list[StepTimes]:
-        """Read anew each time, and only then: while a model trains nobody looks at spans."""
-        return [self._times_of(step) for step in self._kept]
+        """Those that are shown, one right after the other. Read anew each time, and only then: while a model trains
+        nobody looks at spans.
+        """
+        newest = _last_in_a_row(self._kept)
+        before = _last_in_a_row(self._kept[: len(self._kept) - len(newest)])
+        shown = newest if len(newest) >= len(before) else before
+        return [self._times_of(step) for step in shown]
 
     def _times_of(self, step: _Step) -> StepTimes:
         def clock(stamp: Stamp) -> float:
             return stamp if isinstance(stamp, float) else step.begin + self._stamps.after(step.first, stamp)
 
         spans = [_read_span(span, clock) for span in step.spans]
-        return StepTimes(step.begin, clock(step.last), step.seconds, spans + step.beside, self._samples_of(step))
-
-    def _samples_of(self, step: _Step) -> list[Sample]:
-        """Its own, or those of the last step that has any, at the same times after its begin."""
-        seen = step if step.samples or self._sampled is None else self._sampled
-        after = self._stamps.after
-        return [Sample(step.begin + after(seen.first, stamp), nbytes) for stamp, nbytes in seen.samples]
+        samples = [Sample(clock(stamp), nbytes) for stamp, nbytes in step.samples]
+        return StepTimes(step.number, step.begin, step.begin + step.length, step.seconds, spans + step.beside, samples)
 
     def _begin_of(self, step: _Step) -> float:
         """The host's stamps are its own seconds; a device's count from the end of the step before."""
@@ -315,6 +353,14 @@ class Tape:
 
 
 _PAUSE = "pause"
+
+
+def _last_in_a_row(steps: list[_Step]) -> list[_Step]:
+    """The last of them, and those right before it."""
+    first = len(steps) - 1
+    while first > 0 and steps[first - 1].number == steps[first].number - 1:
+        first -= 1
+    return steps[max(0, first) :]
 
 
 def _read_span(span: _Open, clock: Callable[[Stamp], float]) -> Span:

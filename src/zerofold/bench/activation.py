@@ -34,7 +34,8 @@ from zerofold.bench.activation_rows import (
 from zerofold.bench.activation_worker import WAYS, ActivationTask, Fitting, Long
 from zerofold.bench.alone import AloneError, run_alone
 from zerofold.bench.gpt import GPTSize
-from zerofold.bench.machine import check_folder_of, choose_device, describe_software
+from zerofold.bench.machine import choose_device, describe_software
+from zerofold.observe.output import make_folder_of
 
 SIZES = {
     "cuda": GPTSize(vocab=32768, width=3072, layers=28, heads=24, seq=2048),
@@ -138,7 +139,7 @@ def bench_activation_command(
         )
         if long_length is not None and long_length > LONG[device].seq:
             raise ValueError(f"--long-length {long_length}: the model takes {LONG[device].seq} tokens at most")
-        check_folder_of(out)
+        make_folder_of(out)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

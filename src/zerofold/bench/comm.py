@@ -27,8 +27,9 @@ from rich.table import Table
 
 from zerofold.bench import figures
 from zerofold.bench.comm_calls import COLLECTIVES, FORMS, OURS, TORCH, Pair, make_comm
-from zerofold.bench.machine import check_folder_of, choose_device, choose_world, describe_software
+from zerofold.bench.machine import choose_device, choose_world, describe_software
 from zerofold.launch import RankFailed, init_ranks, run_ranks
+from zerofold.observe.output import make_folder_of
 from zerofold.offload.wishes import read_size
 
 DEFAULT_SIZES = "1KiB,32KiB,1MiB,16MiB,64MiB,256MiB"
@@ -226,7 +227,7 @@ def bench_comm_command(
     """
     try:
         task, world = _read(collectives, sizes, nproc, rounds, device)
-        check_folder_of(out)
+        make_folder_of(out)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

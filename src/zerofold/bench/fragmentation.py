@@ -21,7 +21,8 @@ from rich.table import Table
 from zerofold.bench.alone import AloneError, run_alone
 from zerofold.bench.fragmentation_worker import WAYS, FragmentationTask, Outcome, Progress
 from zerofold.bench.gpt import GPTSize
-from zerofold.bench.machine import check_folder_of, choose_device, describe_software
+from zerofold.bench.machine import choose_device, describe_software
+from zerofold.observe.output import make_folder_of
 
 SIZES = {
     "cuda": GPTSize(vocab=32768, width=1024, layers=24, heads=16, seq=4096),
@@ -141,7 +142,7 @@ def bench_fragmentation_command(
             heads=heads or default.heads,
             seq=seq or default.seq,
         )
-        check_folder_of(out)
+        make_folder_of(out)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

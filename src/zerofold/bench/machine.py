@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -55,12 +54,6 @@ def choose_world(nproc: int | None, device: str, *, on_cpu: int) -> int:
     if device == "cuda" and world > gpus:
         raise ValueError(f"--nproc {world}, but there are {gpus} GPUs and a rank needs its own")
     return world
-
-
-def check_folder_of(file: Path | None, option: str = "--out") -> None:
-    """Before anything runs: a result that cannot be written would be lost."""
-    if file is not None and not file.parent.is_dir():
-        raise ValueError(f"{option} {file}: there is no folder {file.parent}")
 
 
 def describe_machine(setting: Setting) -> dict[str, Any]:

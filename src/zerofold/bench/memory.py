@@ -30,9 +30,10 @@ from torch import nn
 
 import zerofold as zf
 from zerofold.bench.gpt import GPT, Block, GPTSize, RandomTokens
-from zerofold.bench.machine import check_folder_of, choose_device, describe_software, parse_stages
+from zerofold.bench.machine import choose_device, describe_software, parse_stages
 from zerofold.engine import Engine
 from zerofold.launch import RankFailed, run_ranks
+from zerofold.observe.output import make_folder_of
 from zerofold.plan.states import paper_bytes
 
 TOLERANCE = 0.03
@@ -256,7 +257,7 @@ def bench_memory_command(
             heads=heads or default.heads,
             seq=seq or default.seq,
         )
-        check_folder_of(out)
+        make_folder_of(out)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

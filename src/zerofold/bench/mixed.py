@@ -25,9 +25,10 @@ from rich.table import Table
 from zerofold.bench import figures
 from zerofold.bench.fleet import EngineError, EngineProcesses, Setting
 from zerofold.bench.gpt import GPTSize
-from zerofold.bench.machine import check_folder_of, choose_device, choose_world, describe_machine, select_engines
+from zerofold.bench.machine import choose_device, choose_world, describe_machine, select_engines
 from zerofold.bench.mixed_engines import MIXED_ENGINES
 from zerofold.bench.worker import Ready, TurnResult
+from zerofold.observe.output import make_folder_of
 
 REFERENCE = "plain"
 UNTIMED_STEPS = 2  # optimizer states are made in the first, and orders are learned
@@ -257,7 +258,7 @@ def bench_mixed_command(
             checkpointing=True,
             timeout=timeout,
         )
-        check_folder_of(out)
+        make_folder_of(out)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -27,13 +27,14 @@ from zerofold.bench.alone import AloneError, run_alone
 from zerofold.bench.deepspeed_ops import forget_broken_builds
 from zerofold.bench.disk import raw_rate
 from zerofold.bench.gpt import GPTSize
-from zerofold.bench.machine import check_folder_of, choose_device, describe_software
+from zerofold.bench.machine import choose_device, describe_software
 from zerofold.bench.mixed import BATCHES, SIZES, UNTIMED_STEPS
 from zerofold.bench.offload_engines import OFFLOAD_ENGINES
 from zerofold.bench.offload_rows import REFERENCE, Measurement, Run, make_row
 from zerofold.bench.offload_table import print_tables
 from zerofold.bench.offload_worker import OffloadTask
 from zerofold.memory.disk import DiskError
+from zerofold.observe.output import make_folder_of
 
 DEFAULT_RUNS = "plain,fsdp2_cpu,ds2_cpu,ds3_cpu,zf3,zf3_opt,zf3_opt@1e9,zf3_opt@1e-3,zf3_all,zf3_auto"
 HEAD_WIDTH = 128
@@ -199,7 +200,7 @@ def bench_offload_command(
         path = path or Path(tempfile.gettempdir())
         if not path.is_dir():
             raise ValueError(f"--path {path}: there is no such folder; make it first")
-        check_folder_of(out)
+        make_folder_of(out)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

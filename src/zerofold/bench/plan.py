@@ -19,13 +19,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from zerofold.bench.machine import check_folder_of, choose_device, describe_software, parse_stages
+from zerofold.bench.machine import choose_device, describe_software, parse_stages
 from zerofold.bench.plan_models import NAMES, plan_model
 from zerofold.bench.plan_predicted import Beforehand, Compared, Failed, Rates, Run, peak_bytes, step_time
 from zerofold.bench.plan_table import MEDIAN, TIME, WORST, print_table
 from zerofold.bench.plan_timing import PROBED, Busy
 from zerofold.bench.plan_worker import News, PlanTask, Spent, measure_model, trace_models
 from zerofold.bench.streams import Stream, StreamFailed
+from zerofold.observe.output import make_folder_of
 from zerofold.plan.shape import Launching, ModelShape
 
 BATCHES = {"cuda": (2, 8), "cpu": (2, 4)}
@@ -206,7 +207,7 @@ def bench_plan_command(
         for name in names:
             plan_model(name, device)
         samples = _parse_batches(batches) or BATCHES[device]
-        check_folder_of(out)
+        make_folder_of(out)
         _check_times(samples, times_only=times_only, alone=alone, profiles=profiles, device=device)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)

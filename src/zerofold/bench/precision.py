@@ -19,9 +19,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from zerofold.bench.machine import check_folder_of, choose_device, choose_world, describe_software, parse_stages
+from zerofold.bench.machine import choose_device, choose_world, describe_software, parse_stages
 from zerofold.bench.precision_runs import Case, Outcome, PrecisionTask, relative, train_cases
 from zerofold.launch import RankFailed, run_ranks
+from zerofold.observe.output import make_folder_of
 from zerofold.train.gpt import GPTConfig
 from zerofold.train.options import DEFAULT_BATCH, TrainOptions
 
@@ -216,7 +217,7 @@ def bench_precision_command(
             seed=seed,
             device=device,
         )
-        check_folder_of(write, "--write")
+        make_folder_of(write, "--write")
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from None

@@ -26,9 +26,10 @@ from zerofold.bench import figures
 from zerofold.bench.engines import ENGINES
 from zerofold.bench.fleet import MALLOC_SETTINGS, EngineError, EngineProcesses, Setting
 from zerofold.bench.gpt import GPTSize
-from zerofold.bench.machine import check_folder_of, choose_device, choose_world, describe_machine, select_engines
+from zerofold.bench.machine import choose_device, choose_world, describe_machine, select_engines
 from zerofold.bench.table import Row, print_table
 from zerofold.bench.worker import Ready, TurnResult
+from zerofold.observe.output import make_folder_of
 
 REFERENCE = "ddp"
 FLOOR = "none"
@@ -210,7 +211,7 @@ def bench_step_command(
             malloc=malloc,
             timeout=timeout,
         )
-        check_folder_of(out)
+        make_folder_of(out)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -134,7 +134,8 @@ class Ledger:
         them counts, but for what is inside `with recording.paused()`.
 
         trace   also what every unit did when, for `trace`
-        keep    of so many steps, the last ones
+        keep    of so many steps in a row, the last in which memory was looked at: the first four, 16 and 17, 32 and 33,
+                64 and 65, and so on every 64
 
         >>> import torch, zerofold as zf
         >>> model = torch.nn.Linear(64, 64)
@@ -150,7 +151,7 @@ class Ledger:
         return Recording(self._engine, trace=trace, keep=keep)
 
     def trace(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """The timeline of the last recorded steps of this rank, as chrome://tracing and ui.perfetto.dev read it; also
+        """The timeline of the steps of this rank that were kept, as chrome://tracing and ui.perfetto.dev read it; also
         written to `path`.
 
         >>> import torch, zerofold as zf

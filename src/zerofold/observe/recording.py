@@ -15,9 +15,10 @@ from zerofold.placement import Tier
 from zerofold.timing import Tape
 from zerofold.unit import Unit
 
-_LOOKED_FIRST, _LOOKED_EVERY = 4, 32
-"""Steps in which memory is looked at: one is like the other, and looking takes as long as launching many kernels."""
-STATES = ("parameters", "gradients", "optimizer", "gathered", "buffers", "other")
+_LOOKED_FIRST, _LOOKED_AT, _LOOKED_EVERY = 4, (0, 16, 32), 64
+STATES = ("parameters", "gradients", "optimizer", "gathered", "cached", "buffers", "other")
+
+_TEMPORARY = ("gathered", "cached", "buffers")
 
 
 class CommRow(NamedTuple):
@@ -59,9 +60,10 @@ class Recording:
         self._totals_of: object = None
         self._totals = Totals(0, 0, 0, 0)
         self._sent, self._calls = dict(engine.traffic.sent), dict(engine.traffic.counts)
+        self._keep = keep
         self.tape = Tape(engine.device, traces=trace, keep=keep)
         self.tape.sample, self.tape.after_step = self._sample, self._after_step
-        self._sample(None)
+        self.tape.take_sample()
         engine.clock.tape, engine.recording = self.tape, self
 
     def stop(self) -> None:
@@ -70,7 +72,7 @@ class Recording:
             self._engine.clock.tape = None
             if self._engine.device.type == "cuda":
                 torch.cuda.synchronize(self._engine.device)
-            self.tape.read()
+            self.tape.close()
 
     def __enter__(self) -> Recording:
         return self
@@ -117,10 +119,10 @@ class Recording:
 
     def _after_step(self) -> None:
         self.steps += 1
-        if self.tape.sample is not None:
+        if self.tape.looks:  # what the update has made counts, be it shown or not
             self._sample(None)
-        looks = self.steps < _LOOKED_FIRST or self.steps % _LOOKED_EVERY == 0
-        self.tape.sample = self._sample if looks else None
+        self.tape.looks = is_looked_at(self.steps + 1, keep=self._keep)
+        self.tape.take_sample()
         self.step_gradients = max(self.step_gradients, self._sums.on_device)
         memory = self._engine.offloading.memory
         for tier in (Tier.HOST, Tier.NVME) if self._engine.is_offloaded else ():
@@ -145,10 +147,11 @@ class Recording:
             "gradients": self._sums.everywhere,
             "optimizer": self._totals.optimizer,
             "gathered": engine.schedule.live,
-            "buffers": engine.pool.nbytes + engine.cache.nbytes,
+            "cached": engine.cache.nbytes,  # of units that have been released, for the next ones
+            "buffers": engine.pool.nbytes,
             "other": 0,
         }
-        held = self._totals.on_device + self._sums.on_device + found["gathered"] + found["buffers"]
+        held = self._totals.on_device + self._sums.on_device + sum(found[name] for name in _TEMPORARY)
         if engine.device.type == "cuda":
             stats = torch.cuda.memory.memory_stats_as_nested_dict(engine.device)
             allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
@@ -158,6 +161,17 @@ class Recording:
         for state, nbytes in found.items():
             self.peaks[state] = max(self.peaks[state], nbytes)
         return found
+
+
+def is_looked_at(step: int, *, keep: int) -> bool:
+    """Whether memory is looked at in it, so that a timeline can show it: one step is like the other, and looking takes
+    as long as launching many kernels. Steps from 1, as many in a row as a timeline shows.
+
+    >>> [step for step in range(1, 140) if is_looked_at(step, keep=2)]
+    [1, 2, 3, 4, 16, 17, 32, 33, 64, 65, 128, 129]
+    """
+    begun = step - step % _LOOKED_EVERY if step >= _LOOKED_EVERY else max(at for at in _LOOKED_AT if at <= step)
+    return step <= _LOOKED_FIRST or step - begun < max(1, keep)
 
 
 _NOTHING = _Gradients(0, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +25,7 @@ from zerofold.observe.report_files import (
 )
 from zerofold.observe.report_timeline import timeline_of
 
-STATES = ("parameters", "gradients", "optimizer", "gathered", "buffers", "other")
+STATES = ("parameters", "gradients", "optimizer", "gathered", "cached", "buffers", "other")
 TIMES = ("compute", "gather", "reduce", "host", "disk", "other", "update")
 CURVES = ("step", "seconds", "loss", "validation_loss", "lr", "tokens_per_second", "step_seconds")
 _CURVE_BUCKETS = 1000
@@ -45,6 +46,7 @@ def report_of(run: RunFiles) -> dict[str, Any]:
         "facts": _facts(run, ledger),
         "missing": run.missing,
         "hints": [text_of(hint) for hint in ledger.get("hints") or []] if _is_list(ledger.get("hints")) else [],
+        "looked_for_hints": _is_list(ledger.get("hints")),
         "predicted": [_prediction(each) for each in objects_in(ledger.get("predicted"))],
         "curves": _curves(run.metrics),
         "non_finite_losses": sum(1 for line in run.metrics if _not_finite(line.get("loss"))),
@@ -53,6 +55,7 @@ def report_of(run: RunFiles) -> dict[str, Any]:
         "state_bytes": numbers_in(ledger.get("state_bytes") or _last(run.metrics, "state_bytes")),
         "peak_state_bytes": numbers_in(ledger.get("peak_state_bytes")),
         "tier_bytes": _tiers(ledger.get("tier_bytes")),
+        "counts_activations": not text_of(ledger.get("device", run.config.get("device"))).startswith("cpu"),
         "peak_kept_bytes": _tiers(ledger.get("peak_kept_bytes")),
         "units": [_unit(each) for each in objects_in(ledger.get("units"))],
         "timeline": None if run.timeline is None else timeline_of(run.timeline, STATES),
@@ -145,8 +148,8 @@ def _facts(run: RunFiles, ledger: dict[str, Any]) -> dict[str, Any]:
         for key in ("step", "progress", "seconds", "loss", "validation_loss", "tokens", "skipped_steps")
     }
     speeds = [number(line.get("tokens_per_second")) for line in run.metrics]
-    known = sorted(speed for speed in speeds if speed is not None)
-    facts["median_tokens_per_second"] = known[len(known) // 2] if known else None
+    known = [speed for speed in speeds if speed is not None]
+    facts["median_tokens_per_second"] = median(known) if known else None
     facts["mfu"] = number(ledger.get("mfu", last.get("mfu")))
     facts["peak_device_bytes"] = numbers_in(ledger.get("peak_bytes") or last.get("peak_bytes")).get("device")
     for key in ("rank", "world", "psi", "tokens_per_step", "flops_per_step", "peak_flops"):

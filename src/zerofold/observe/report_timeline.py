@@ -30,12 +30,21 @@ def timeline_of(events: list[dict[str, Any]], states: tuple[str, ...]) -> dict[s
     names: dict[str, int] = {}
     return {
         "process": process,
+        "steps": _steps(own),
         "left_out": len(spans) - len(shown),
         "length": _rounded(end - begin),
         "spans": [_span(each, begin, names) for each in shown],
         "names": list(names),  # filled by the line above
         "memory": _memory(own, states, begin, end if shown else math.inf),
     }
+
+
+def _steps(events: list[dict[str, Any]]) -> list[float]:
+    """Which ones of the recording are shown, where the file says so."""
+    named = next((each.get("args") for each in events if each.get("ph") == "M" and each.get("name") == "steps"), None)
+    listed = named.get("steps") if isinstance(named, dict) else None
+    found = [number(each) for each in listed] if isinstance(listed, list) else []
+    return [each for each in found if each is not None]
 
 
 def _timed(event: dict[str, Any]) -> bool:
@@ -65,7 +74,9 @@ def _memory(events: list[dict[str, Any]], states: tuple[str, ...], begin: float,
         for each in events
         if each.get("ph") == "C" and each.get("name") == "memory" and number(each.get("ts")) is not None
     ]
-    counted = sorted(((at, sizes) for at, sizes in counted if begin <= at <= end), key=lambda point: point[0])
+    counted = sorted(((at, sizes) for at, sizes in counted if at <= end), key=lambda point: point[0])
+    before = [sizes for at, sizes in counted if at < begin][-1:]  # what was held when the first span began
+    counted = [(begin, sizes) for sizes in before] + [point for point in counted if point[0] >= begin]
     size = max(1, math.ceil(len(counted) / _MEMORY_POINTS_SHOWN))
     kept = [
         max(counted[start : start + size], key=lambda point: sum(point[1].values()))

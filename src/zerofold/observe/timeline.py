@@ -15,13 +15,14 @@ def trace_events(steps: Sequence[StepTimes], *, rank: int) -> dict[str, Any]:
 
     >>> from zerofold.timing import Sample, Span
     >>> span = Span("main", "forward", "forward blocks.0", "blocks.0", 10.0, 10.5)
-    >>> trace = trace_events([StepTimes(10.0, 11.0, {}, [span], [Sample(10.5, {"parameters": 8})])], rank=0)
+    >>> trace = trace_events([StepTimes(7, 10.0, 11.0, {}, [span], [Sample(10.5, {"parameters": 8})])], rank=0)
     >>> [(event["ph"], event["name"], event.get("ts"), event.get("dur")) for event in trace["traceEvents"]][-2:]
     [('X', 'forward blocks.0', 0.0, 500000.0), ('C', 'memory', 500000.0, None)]
     """
     first = min([step.begin for step in steps] + [span.begin for step in steps for span in step.spans], default=0.0)
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "name": "steps", "pid": rank, "args": {"steps": [step.number for step in steps]}},
         *(
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
             for number, lane in enumerate(LANES, start=1)

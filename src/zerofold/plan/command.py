@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from zerofold.observe.output import make_folder_of
 from zerofold.offload.wishes import read_size
 from zerofold.plan.call import DEFAULT_PRESET, plan
 from zerofold.plan.machine import GB, Link, Machine
@@ -107,9 +108,8 @@ def plan_command(
     """
     try:
         fleet = _fleet(machine, measured, path, world_size, link_inside, link_across)
-        for file in (html, config):
-            if file is not None and not file.absolute().parent.is_dir():
-                raise ValueError(f"there is no folder {file.absolute().parent} to write {file.name} into")
+        make_folder_of(html, "--html")
+        make_folder_of(config, "--config")
         found = plan(
             model,
             params=params,

@@ -185,7 +185,7 @@ def _print(console: Console, points: list[Simulation]) -> None:
             f"{1e3 * point.step_seconds:.1f}",
             f"{1e3 * point.compute_seconds:.1f}",
             f"{1e3 * point.exposed_seconds:.1f}",
-            f"{100 * point.overlap:.1f}",
+            "–" if point.overlap is None else f"{100 * point.overlap:.1f}",  # noqa: RUF001
             f"{efficiency(_same(points, point), point):.3f}",
             peak + ("" if point.fits is not False else " !"),
         )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zerofold.observe.output import make_folder_of
 from zerofold.simulation.engines import Training
 from zerofold.simulation.result import Simulation
 from zerofold.simulation.run import World, simulate
@@ -57,9 +58,8 @@ def check_plot(file: Path) -> None:
     """Before anything is simulated."""
     if file.suffix not in (".png", ".svg"):
         raise ValueError(f"--plot {file}: the name must end in .png or .svg")
-    if not file.parent.is_dir():
-        raise ValueError(f"--plot {file}: there is no folder {file.parent}; make it first")
     _figures()
+    make_folder_of(file, "--plot")
 
 
 def plot(points: Sequence[Simulation], file: Path, *, scaling: str) -> None:

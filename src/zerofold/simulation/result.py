@@ -47,10 +47,10 @@ class Simulation:
         return max(0.0, self.step_seconds - self.compute_seconds - self.exposed_seconds)
 
     @property
-    def overlap(self) -> float:
-        """The part of the wires' time that is hidden behind computing."""
+    def overlap(self) -> float | None:
+        """The part of the wires' time that is hidden behind computing; None where nothing is sent, as on one rank."""
         occupied = sum(self.wire_seconds.values())
-        return 1.0 if occupied == 0 else max(0.0, 1 - self.exposed_seconds / occupied)
+        return None if occupied == 0 else max(0.0, 1 - self.exposed_seconds / occupied)
 
     @property
     def samples_per_second(self) -> float:

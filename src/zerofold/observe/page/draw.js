@@ -55,7 +55,7 @@ const percent = (value) => {
   return (value > 0 && text !== "0.0" ? "+" : "") + text + "%";
 };
 const number = (value) => (value === null || value === undefined ? DASH : Number(value.toPrecision(4)).toString());
-const COLORED = new Set(("parameters gradients optimizer gathered buffers checkpoints activations working logits other local workspaces reserve gather " +
+const COLORED = new Set(("parameters gradients optimizer gathered cached buffers checkpoints activations working logits other local workspaces reserve gather " +
   "forward backward reduce update host disk wait compute rest").split(" "));
 // By the first word that has a colour: "fused buffers" has that of buffers.
 const color = (name) => `var(--${name.toLowerCase().split(/[^a-z]+/).find((word) => COLORED.has(word)) ?? "other"})`;

@@ -13,7 +13,7 @@ function facts() {
     ["steps", exact(f.step)],
     ["tokens", count(f.tokens)],
     ["time", seconds(f.seconds)],
-    ["peak on the device", bytes(f.peak_device_bytes)],
+    ["peak on the device" + (data.counts_activations ? "" : ", without activations"), bytes(f.peak_device_bytes)],
   ].filter(([, value]) => value !== DASH);
   if (f.skipped_steps) shown.push(["skipped steps", exact(f.skipped_steps)]);
   return h("dl", { class: "facts" }, shown.map(([name, value]) =>
@@ -95,13 +95,18 @@ function communication() {
   const largest = Math.max(1, ...data.communication.flatMap((each) => [each.bytes_per_step, each.theory_bytes_per_step]));
   const bar = (value, paint) => h("div", { class: "bar", style: "height:9px;margin:1px 0" },
     h("i", { style: `background:${paint};width:${((100 * (value ?? 0)) / largest).toFixed(3)}%` }));
+  // Of what would be less than a pixel there is no bar.
+  const isSeen = (each) => Math.max(each.bytes_per_step ?? 0, each.theory_bytes_per_step ?? 0) >= largest / 500;
+  const unseen = data.communication.filter((each) => !isSeen(each));
+  const named = (each) => `${each.operation}${each.group ? `, ${each.group}` : ""}`;
   return section("Communication",
     "What this rank sent in a step, by collective, and what a ring would send by theory.",
     legend([["sent", "var(--parameters)"], ...(data.communication.some((each) => each.theory_bytes_per_step !== null) ? [["theory", "var(--rest)"]] : [])]),
-    data.communication.map((each) => h("div", { style: "margin:0 0 8px" },
-      h("div", { style: "font-size:13px" }, `${each.operation}${each.group ? `, ${each.group}` : ""}`),
+    data.communication.filter(isSeen).map((each) => h("div", { style: "margin:0 0 8px" },
+      h("div", { style: "font-size:13px" }, named(each)),
       bar(each.bytes_per_step, "var(--parameters)"),
       each.theory_bytes_per_step === null ? null : bar(each.theory_bytes_per_step, "var(--rest)"))),
+    unseen.length ? h("p", { class: "explain" }, `Too little for a bar: ${unseen.map(named).join("; ")}.`) : null,
     table([["collective", "text"], ["group", "text"], ["calls a step"], ["sent a step"], ["theory"], ["off"]],
       data.communication.map((each) => [
         each.operation, each.group, exact(each.calls), sized(each.bytes_per_step), sized(each.theory_bytes_per_step),
@@ -112,7 +117,11 @@ function held() {
   const columns = [];
   if (Object.keys(data.state_bytes).length) columns.push(["at the end", data.state_bytes]);
   if (Object.keys(data.peak_state_bytes).length) columns.push(["each at its own peak", data.peak_state_bytes]);
-  for (const [tier, sizes] of Object.entries(data.tier_bytes)) if (Object.keys(sizes).length) columns.push([`on ${tier}`, sizes]);
+  const tiers = Object.entries(data.tier_bytes).filter(([, sizes]) => Object.keys(sizes).length);
+  // Where all of it is in one memory, that memory holds what was shown already.
+  const isSaid = (sizes) => Object.keys({ ...sizes, ...data.state_bytes })
+    .every((name) => (sizes[name] ?? 0) === (data.state_bytes[name] ?? 0));
+  for (const [tier, sizes] of tiers) if (!isSaid(sizes)) columns.push([`on ${tier}`, sizes]);
   const kept = Object.entries(data.peak_kept_bytes).map(([tier, sizes]) => [`for backward on ${tier}, peaks`, sizes]);
   columns.push(...kept);
   if (!columns.length) return null;
@@ -120,11 +129,13 @@ function held() {
   const names = [...new Set(columns.flatMap(([, sizes]) => Object.keys(sizes)))];
   const total = (sizes) => Object.values(sizes).reduce((sum, value) => sum + value, 0);
   const largest = Math.max(1, ...columns.map(([, sizes]) => total(sizes)));
-  return section("Memory by state", "Bytes of this rank.",
+  const said = ["Bytes of this rank."];
+  if (names.includes("cached")) said.push("Cached: memory of released units, kept for the next; buffers: those of reductions.");
+  if (!data.counts_activations) said.push("On a CPU nobody counts activations: they are not in here.");
+  return section("Memory by state", said.join(" "),
     legend(names.map((name) => [name, color(name)])),
     columns.map(([title, sizes]) => h("div", { style: "margin:0 0 8px" },
-      // Peaks of different moments have no sum.
-      h("div", { style: "font-size:13px" }, peaks.has(sizes) ? title : `${title}: ${bytes(total(sizes))}`),
+      h("div", { style: "font-size:13px" }, peaks.has(sizes) ? `${title}: of different moments, so there is no sum` : `${title}: ${bytes(total(sizes))}`),
       stackedBar(Object.entries(sizes).map(([name, value]) => [name, value, color(name), bytes(value)]), largest))),
     table([["state", "text"], ...columns.map(([title]) => [title])],
       names.map((name) => [name, ...columns.map(([, sizes]) => sized(sizes[name] ?? null))]), { id: "states" }));
@@ -146,7 +157,8 @@ function config() {
 
 page.append(h("h1", {}, data.run), lead(), ...data.missing.map((text) => h("p", { class: "note" }, text)), facts());
 page.append(...[
-  data.hints.length ? section("Hints", null, h("ul", { class: "hints" }, data.hints.map((hint) => h("li", {}, hint)))) : null,
+  data.hints.length ? section("Hints", null, h("ul", { class: "hints" }, data.hints.map((hint) => h("li", {}, hint))))
+    : data.looked_for_hints ? section("Hints", "None: nothing that was measured calls for another setting.") : null,
   predicted(), curves(), h("div", { id: "timeline" }),
   h("div", { class: "two" }, timeBar(), held()), communication(), units(), config(),
 ].filter(Boolean));

@@ -1,7 +1,7 @@
 "use strict";
 // Spans in lanes, and the memory under them: both look through the same window of time.
 
-function timeline({ spans, names, memory, length, left_out }) {
+function timeline({ spans, names, memory, length, left_out, steps }) {
   const KINDS = ["gather", "forward", "backward", "reduce", "update", "host", "disk", "wait", "other"];
   const LANE_OF = { forward: "compute", backward: "compute" };
   const used = KINDS.filter((kind) => spans.some((span) => span.kind === kind));
@@ -197,14 +197,17 @@ function timeline({ spans, names, memory, length, left_out }) {
     button("→", "later", () => move(0.4 * (view.high - view.low))),
     button("all", "the whole time", () => { view.low = 0; view.high = whole; show(); })];
   arrange();
-  const explanation = "When each unit was gathered, computed, reduced and updated. Drag to move; zoom with the buttons, "
+  const shown = steps.length === 0 ? "" : steps.length === 1 ? `Step ${exact(steps[0])} since the recording began. `
+    : `Steps ${exact(steps[0])} to ${exact(steps[steps.length - 1])} since the recording began. `;
+  const explanation = shown + "When each unit was gathered, computed, reduced and updated. Drag to move; zoom with the buttons, "
     + "two fingers, or Ctrl and the wheel; point at a span to read it."
     + (left_out ? ` Of ${exact(spans.length + left_out)} events the last ${exact(spans.length)} are drawn.` : "");
   const parts = [section("Timeline", explanation, legend(used.map((kind) => [kind, color(kind)])),
     h("div", { class: "tools" }, kindButton, unitButton, ...tools()), chart.picture)];
   if (states.length) {
     parts.push(section("Memory over time",
-      `By state, one on the other. The highest point, ${bytes(totals[peak])}, is ${time(memory.at[peak])} after the first event.`,
+      `By state, one on the other. The highest point, ${bytes(totals[peak])}, is ${time(memory.at[peak])} after the first event.`
+      + (data.counts_activations ? "" : " On a CPU nobody counts activations: they are not in here."),
       legend(states.map((name) => [name, color(name)])), stack.picture));
   }
   return parts;
