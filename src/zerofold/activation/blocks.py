@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zerofold.activation.automatic import AUTO, Automatic
+from zerofold.activation.caches import NoCaches
 from zerofold.activation.chains import NO_CHAIN, first_of, groups_of, run_in_turn, same_but_first
 from zerofold.activation.checkpointing import Policy, checkpoint
 from zerofold.activation.held import Held
@@ -30,8 +31,6 @@ from zerofold.units import UnitChoice, find_units
 
 _ON_MODEL = "_zerofold_checkpointing"
 _ON_BLOCK = "_zerofold_checkpointed"
-# A block computed again would write into a cache twice. Hugging Face's own checkpointing leaves it out as well.
-_CACHES: dict[str, Any] = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
 
 
 def checkpoint_blocks(
@@ -63,10 +62,11 @@ def checkpoint_blocks(
                    of their use. All ranks must call it.
     units          which modules are blocks, as for `zf.prepare`; by default the units of a sharded model, and the
                    repeated blocks of any other
-    use_reentrant  as torch means it
+    use_reentrant  as torch means it: gradients of what several blocks take (an encoder's result, the bias of T5) are
+                   added up in another order
 
-    Call it before `zf.prepare` or after. Losses and gradients stay as they are, to the bit. What comes back ends it
-    with `remove()`, and shows what is kept. Without gradients (evaluation, generation) blocks run as before; inside
+    Call it before `zf.prepare` or after. Losses and other gradients stay as they are, to the bit. What comes back ends
+    it with `remove()`, and shows what is kept. Without gradients (evaluation, generation) blocks run as before; inside
     `zf.accumulate`, which computes units again itself, too. With `every` over 1, what a model reads between the blocks
     of a group is the end of the group.
 
@@ -250,6 +250,7 @@ class _Group:
         self.checkpointing: Checkpointing | None = None
         self._calls = [partial(_plain_call, module) for module in modules]
         self._plain_run = run
+        self._without_caches = NoCaches(modules).of
         self._given: tuple[Any, Any] | None = None  # with what the first was called, until the last has passed
         self._result: Any = None
         self._turn = _Turn(self._calls)
@@ -257,7 +258,7 @@ class _Group:
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.checkpointing is None or not self.checkpointing.is_on():
             return self._calls[index](*args, **kwargs)
-        kwargs = {key: _CACHES.get(key, value) for key, value in kwargs.items()}
+        args, kwargs = self._without_caches(args, kwargs)
         if index == 0:
             self._given = self._result = None  # of a forward that raised
             self._turn = turn = _Turn(self._calls)
