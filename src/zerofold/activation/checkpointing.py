@@ -105,9 +105,9 @@ def _with_store(store: CheckpointStore, run: Callable[..., Any], tensors: list[T
     if store.depth:
         return torch_checkpoint(run, *tensors, **options)
     chosen = [tensor for tensor in tensors if _is_to_be_kept(tensor)]
-    store.look_at(tensors, chosen)
+    cut = set(map(id, store.to_cut(tensors, chosen)))
     block = store.begin()
-    kept = [(tensor, store.put(block, tensor)) for tensor in chosen]
+    kept = [(tensor, store.put(block, tensor, is_cut=id(tensor) in cut)) for tensor in chosen]
     places = {bytes_of(tensor): place for tensor, place in kept}
 
     def pack(tensor: Tensor) -> Tensor | Place:
