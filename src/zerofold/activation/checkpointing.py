@@ -14,6 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zerofold.activation.chains import bytes_of, has_bytes
 from zerofold.activation.store import CheckpointStore, Place
+from zerofold.activation.wishes import check_policy
 from zerofold.nested import map_tensors
 from zerofold.sharded import ShardedTensor
 
@@ -46,10 +47,13 @@ def checkpoint(
     >>> zf.checkpoint(torch.square, x).sum().backward(); x.grad
     tensor([2., 2.])
     """
+    check_policy(policy, use_reentrant)
+    if store is not None and not isinstance(store, CheckpointStore):
+        raise ValueError(
+            f'store={store!r}: give a store that several calls share, made once: store = zf.CheckpointStore("host")'
+        )
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    if policy is not None and use_reentrant:
-        raise ValueError("policy= needs a checkpoint that is not reentrant: leave use_reentrant=True out")
     tensors: list[Tensor] = []
     run: Callable[..., Any] = _Call(fn, args, kwargs, tensors).run
     options: dict[str, Any] = {"use_reentrant": use_reentrant}

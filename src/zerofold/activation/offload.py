@@ -13,8 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zerofold.activation.held import Held
 from zerofold.activation.store import Block, CheckpointStore, Place
+from zerofold.activation.wishes import check_model, check_path
 from zerofold.engine import Engine
 from zerofold.offload.wishes import read_size
+from zerofold.placement import Tier
 from zerofold.sharded import ShardedTensor
 
 ON_MODEL = "_zerofold_activations"
@@ -53,6 +55,11 @@ def offload_activations(
     """
     if keep == "device":
         raise ValueError('offload_activations: keep="device" would move nothing: use "host" or "nvme"')
+    if keep not in (Tier.HOST.value, Tier.NVME.value):
+        raise ValueError(f'offload_activations: keep={keep!r}: use "host" or "nvme"')
+    if model is not None:
+        check_model("offload_activations", model)
+    check_path(keep, path)
     store = CheckpointStore(keep, path=path)
     if model is not None:
         _held_of(model).add(store)
