@@ -17,6 +17,7 @@ from zerofold.activation.chains import first_of
 from zerofold.activation.held import Held
 from zerofold.activation.partition import Partition
 from zerofold.activation.store import CheckpointStore
+from zerofold.activation.wishes import AUTO as AUTO  # zerofold.train asks for it here
 from zerofold.engine import Engine
 from zerofold.memory.host import host_memory
 from zerofold.offload.budget import device_memory
@@ -29,7 +30,6 @@ from zerofold.plan.shape import UnitShape
 from zerofold.plan.states import Widths
 from zerofold.precision import policy_of
 
-AUTO = "auto"
 _DISK_RATE = 2e9  # for the line that says what it costs
 
 

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofold.activation.automatic import AUTO, Automatic
+from zerofold.activation.automatic import Automatic
+from zerofold.activation.caches import NoCaches
 from zerofold.activation.chains import NO_CHAIN, first_of, groups_of, run_in_turn, same_but_first
 from zerofold.activation.checkpointing import Policy, checkpoint
 from zerofold.activation.held import Held
 from zerofold.activation.partition import Partition
 from zerofold.activation.store import CheckpointStore
+from zerofold.activation.wishes import AUTO, check_blocks, check_model, read_budget
 from zerofold.comm import Traffic
 from zerofold.engine import Engine
 from zerofold.parallel.marks import sequence_ranks
@@ -30,8 +32,6 @@ from zerofold.units import UnitChoice, find_units
 
 _ON_MODEL = "_zerofold_checkpointing"
 _ON_BLOCK = "_zerofold_checkpointed"
-# A block computed again would write into a cache twice. Hugging Face's own checkpointing leaves it out as well.
-_CACHES: dict[str, Any] = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
 
 
 def checkpoint_blocks(
@@ -45,7 +45,7 @@ def checkpoint_blocks(
     partition: Mesh | None = None,
     units: UnitChoice = None,
     use_reentrant: bool = False,
-    budget: int | None = None,
+    budget: int | str | None = None,
 ) -> Checkpointing:
     """From now on the model's blocks forget what they compute in forward, and compute it again in backward.
 
@@ -57,16 +57,17 @@ def checkpoint_blocks(
                    plan says when a forward shows how large they are; a line says which, and why
     contiguous     with keep="device": in one block of memory for all of a step, used again in the next
     path           the folder for keep="nvme", without which "auto" does not go there
-    budget         with keep="auto": bytes that training may take of the device; by default all that it has
+    budget         with keep="auto": what training may take of the device, in bytes or as "40GiB"; by default all
     partition      a `zf.mesh`: of inputs that the ranks along its tensor axis hold alike, each keeps its part, wherever
                    `keep` says ("auto": if they would not fit whole); they are rebuilt by an all-gather one block ahead
                    of their use. All ranks must call it.
     units          which modules are blocks, as for `zf.prepare`; by default the units of a sharded model, and the
                    repeated blocks of any other
-    use_reentrant  as torch means it
+    use_reentrant  as torch means it: gradients of what several blocks take (an encoder's result, the bias of T5) are
+                   added up in another order
 
-    Call it before `zf.prepare` or after. Losses and gradients stay as they are, to the bit. What comes back ends it
-    with `remove()`, and shows what is kept. Without gradients (evaluation, generation) blocks run as before; inside
+    Call it before `zf.prepare` or after. Losses and other gradients stay as they are, to the bit. What comes back ends
+    it with `remove()`, and shows what is kept. Without gradients (evaluation, generation) blocks run as before; inside
     `zf.accumulate`, which computes units again itself, too. With `every` over 1, what a model reads between the blocks
     of a group is the end of the group.
 
@@ -78,20 +79,11 @@ def checkpoint_blocks(
     (2, 8192)
     >>> loss.backward(); checkpointing.remove()
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every={every!r}: give the number of blocks per checkpoint, at least 1")
+    check_model("checkpoint_blocks", model)
+    check_blocks(every, policy, keep, contiguous, path, partition, use_reentrant)
+    most = read_budget(budget, keep)
     if getattr(model, _ON_MODEL, None) is not None:
         raise ValueError("checkpoint_blocks was called on this model already: call remove() on what it returned first")
-    if contiguous and keep != "device":
-        raise ValueError(f'contiguous=True is for keep="device", not for keep={keep!r}: leave it out')
-    if policy is not None and not callable(policy) and not isinstance(policy, list):
-        raise ValueError(f"policy={policy!r}: give a list of operators ([torch.ops.aten.mm.default]) or a function")
-    if policy is not None and use_reentrant:
-        raise ValueError("policy= needs a checkpoint that is not reentrant: leave use_reentrant=True out")
-    if keep != AUTO and budget is not None:
-        raise ValueError(f'budget={budget} is for keep="auto", not for keep={keep!r}: leave it out')
-    if partition is not None and not isinstance(partition, Mesh):
-        raise ValueError(f"partition={partition!r}: give what zf.mesh(tensor=…) returned")
     if partition is not None and sequence_ranks(model) > 1:
         warnings.warn(
             f"partition=: each of {sequence_ranks(model)} tensor ranks has a part of the sequence between the blocks "
@@ -113,7 +105,7 @@ def checkpoint_blocks(
     if keep == AUTO:
         parts = None if partition is None else Partition.over(partition, has_files=path is not None)
         found = weakref.ref(model)
-        run = auto = Automatic(blocks, every, path=path, budget=budget, model=found, run=run, parts=parts)
+        run = auto = Automatic(blocks, every, path=path, budget=most, model=found, run=run, parts=parts)
     else:
         run = partial(run, store=store)
     names = {module: name for name, module in blocks.items()}
@@ -250,6 +242,7 @@ class _Group:
         self.checkpointing: Checkpointing | None = None
         self._calls = [partial(_plain_call, module) for module in modules]
         self._plain_run = run
+        self._without_caches = NoCaches(modules).of
         self._given: tuple[Any, Any] | None = None  # with what the first was called, until the last has passed
         self._result: Any = None
         self._turn = _Turn(self._calls)
@@ -257,7 +250,7 @@ class _Group:
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.checkpointing is None or not self.checkpointing.is_on():
             return self._calls[index](*args, **kwargs)
-        kwargs = {key: _CACHES.get(key, value) for key, value in kwargs.items()}
+        args, kwargs = self._without_caches(args, kwargs)
         if index == 0:
             self._given = self._result = None  # of a forward that raised
             self._turn = turn = _Turn(self._calls)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zerofold.activation.chains import bytes_of, has_bytes
 from zerofold.activation.store import CheckpointStore, Place
+from zerofold.activation.wishes import check_policy
 from zerofold.nested import map_tensors
 from zerofold.sharded import ShardedTensor
 
@@ -46,10 +47,13 @@ def checkpoint(
     >>> zf.checkpoint(torch.square, x).sum().backward(); x.grad
     tensor([2., 2.])
     """
+    check_policy(policy, use_reentrant)
+    if store is not None and not isinstance(store, CheckpointStore):
+        raise ValueError(
+            f'store={store!r}: give a store that several calls share, made once: store = zf.CheckpointStore("host")'
+        )
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    if policy is not None and use_reentrant:
-        raise ValueError("policy= needs a checkpoint that is not reentrant: leave use_reentrant=True out")
     tensors: list[Tensor] = []
     run: Callable[..., Any] = _Call(fn, args, kwargs, tensors).run
     options: dict[str, Any] = {"use_reentrant": use_reentrant}
@@ -105,9 +109,9 @@ def _with_store(store: CheckpointStore, run: Callable[..., Any], tensors: list[T
     if store.depth:
         return torch_checkpoint(run, *tensors, **options)
     chosen = [tensor for tensor in tensors if _is_to_be_kept(tensor)]
-    store.look_at(tensors, chosen)
+    cut = set(map(id, store.to_cut(tensors, chosen)))
     block = store.begin()
-    kept = [(tensor, store.put(block, tensor)) for tensor in chosen]
+    kept = [(tensor, store.put(block, tensor, is_cut=id(tensor) in cut)) for tensor in chosen]
     places = {bytes_of(tensor): place for tensor, place in kept}
 
     def pack(tensor: Tensor) -> Tensor | Place:

@@ -55,6 +55,7 @@ def cross_entropy(
         dtype = torch.get_autocast_dtype(device)  # fp64 is left as it is by autocast, too
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
+    _check_dtypes(hidden, weight, bias)
     tiles = _Tiles(chunk, vocabulary_chunk, ignore_index, label_smoothing, words)
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     losses: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, wanted, tiles)
@@ -247,6 +248,10 @@ def _check(
     label_smoothing: float,
     reduction: str,
 ) -> None:
+    given = {"hidden": hidden, "weight": weight, "targets": targets} | ({} if bias is None else {"bias": bias})
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"cross_entropy: {name} is a {type(value).__name__}: give a torch.Tensor")
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"cross_entropy: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit: give "
@@ -261,9 +266,23 @@ def _check(
         raise ValueError(f"cross_entropy: targets are {targets.dtype}: give the numbers of words, as torch.int64")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"cross_entropy: bias {tuple(bias.shape)} is to be {tuple(weight.shape[:1])}, as the weight")
-    if chunk < 1 or vocabulary_chunk < 1:
-        raise ValueError(f"cross_entropy: chunk={chunk}, vocabulary_chunk={vocabulary_chunk}: give at least 1")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"cross_entropy: label_smoothing={label_smoothing}: give a number from 0 to 1")
+    if not all(isinstance(each, int) and each >= 1 for each in (chunk, vocabulary_chunk)):
+        raise ValueError(
+            f"cross_entropy: chunk={chunk!r}, vocabulary_chunk={vocabulary_chunk!r}: give whole numbers, at least 1"
+        )
+    if not isinstance(label_smoothing, (int, float)) or not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"cross_entropy: label_smoothing={label_smoothing!r}: give a number from 0 to 1")
     if reduction not in _REDUCTIONS:
         raise ValueError(f"cross_entropy: reduction={reduction!r}: use one of {', '.join(_REDUCTIONS)}")
+
+
+def _check_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """After autocast, which gives all of them the same."""
+    if not hidden.is_floating_point():
+        raise ValueError(f"cross_entropy: hidden is {hidden.dtype}: give what the last block made, in floating point")
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.dtype is not hidden.dtype:
+            raise ValueError(
+                f"cross_entropy: hidden is {hidden.dtype}, and {name} is {value.dtype}: give both in one dtype "
+                f"(hidden.to({name}.dtype)), or use torch.autocast"
+            )

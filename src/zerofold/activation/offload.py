@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,8 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zerofold.activation.held import Held
 from zerofold.activation.store import Block, CheckpointStore, Place
+from zerofold.activation.wishes import check_model, check_path
 from zerofold.engine import Engine
 from zerofold.offload.wishes import read_size
+from zerofold.placement import Tier
 from zerofold.sharded import ShardedTensor
 
 ON_MODEL = "_zerofold_activations"
@@ -36,7 +39,7 @@ def offload_activations(
     model     whose parameters, gathered or not, and buffers are left where they are; Parameters and views of them are
               in any case. Its ledger has the bytes that are kept.
     keep      "host" (pinned memory) or "nvme", with `path` the folder for it
-    together  bytes that come back ahead of their use
+    together  bytes that come back ahead of their use. The last two such groups stay on the device until backward
 
     The backward may come inside the `with` or after it. Memory is used again in every forward inside one `with`, so
     put it around the training loop. Checkpoints may be used inside: then it is their inputs that leave.
@@ -52,6 +55,11 @@ def offload_activations(
     """
     if keep == "device":
         raise ValueError('offload_activations: keep="device" would move nothing: use "host" or "nvme"')
+    if keep not in (Tier.HOST.value, Tier.NVME.value):
+        raise ValueError(f'offload_activations: keep={keep!r}: use "host" or "nvme"')
+    if model is not None:
+        check_model("offload_activations", model)
+    check_path(keep, path)
     store = CheckpointStore(keep, path=path)
     if model is not None:
         _held_of(model).add(store)
@@ -67,16 +75,19 @@ class _Saver:
         self._store, self._above, self._together = store, above, together
         self._device = _device_of(model)
         self._homes = _homes_in(model)
-        self._block: Block | None = None
+        self._open: weakref.ref[Block] | None = None  # its tensors keep it, and go with their graph
         self._nbytes = 0
 
     def pack(self, tensor: Tensor) -> Tensor | Place:
         if not self._leaves(tensor):
             return tensor
-        if self._block is None or self._nbytes + tensor.nbytes > self._together:
-            self._block, self._nbytes = self._store.begin(), 0
+        block = None if self._open is None else self._open()
+        # To a group that backward has come to nothing is added: it would stay until the backward of another forward.
+        if block is None or block.is_wanted or self._nbytes + tensor.nbytes > self._together:
+            block, self._nbytes = self._store.begin(), 0
+            self._open = weakref.ref(block)
         self._nbytes += tensor.nbytes
-        return self._store.put(self._block, tensor)
+        return self._store.put(block, tensor)
 
     def _leaves(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.nbytes < self._above:

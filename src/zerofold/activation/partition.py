@@ -4,6 +4,8 @@ the input of a block, on each of 4 tensor ranks     | a | b | c | d |
 kept by rank 1                                          | b |                 flat, the last one shorter
 rebuilt, one block ahead of its use                 | a | b | c | d |         an all-gather in place
 
+Inputs that the ranks do not hold alike are kept whole by each.
+
 The gathers have a process group of their own: they are under way while the model's own collectives run, and neither
 waits for the other's order.
 
@@ -19,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from zerofold.activation.shelves import Arrived, Ends, Item, Layout, Shelf
 from zerofold.comm import ALONE, Comm, Handle, Traffic
+from zerofold.memory import Done
 from zerofold.memory.disk import DiskError
 from zerofold.parallel.mesh import TENSOR, Mesh
 from zerofold.plan.keeping import Choice
@@ -38,6 +42,11 @@ class Whole(NamedTuple):
     partition: Partition
     layout: Layout
     name: str
+    is_cut: bool
+    """Else the part is all of it, since other ranks have something else: each has its own, and tells how it read it."""
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        return self.partition.part_of(tensor) if self.is_cut else tensor
 
     def rebuild(self, shelf: Shelf, item: Item) -> Arrived:
         """On its way; the memory belongs to the stream that asks for it."""
@@ -124,8 +133,8 @@ class Partition:
         """By this rank, as a ring would send it, since the beginning."""
         return sum(self._comm.traffic.bytes_by_operation().values())
 
-    def whole(self, tensor: Tensor, name: str) -> Whole:
-        return Whole(self, Layout.of(tensor), name)
+    def whole(self, tensor: Tensor, name: str, *, is_cut: bool = True) -> Whole:
+        return Whole(self, Layout.of(tensor), name, is_cut)
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """This rank's range of it: a view, where the tensor has no gaps."""
@@ -136,6 +145,8 @@ class Partition:
         return flat[self._comm.rank * size : (self._comm.rank + 1) * size]
 
     def rebuild(self, whole: Whole, shelf: Shelf, item: Item) -> Arrived:
+        if not whole.is_cut:
+            return self._own(whole, shelf, item)
         numel, device = whole.layout.shape.numel(), self._comm.device
         size = self._size(numel)
         flat = torch.empty(size * self.ranks, dtype=whole.layout.dtype, device=device)
@@ -155,26 +166,40 @@ class Partition:
         told = _Told(self._control, whole.name, gathering, trouble)
         return Arrived(tensor, told, told.check)
 
+    def _own(self, whole: Whole, shelf: Shelf, item: Item) -> Arrived:
+        """Nothing is gathered. But a rank that has lost its own must not raise alone."""
+        trouble = shelf.trouble(item)
+        tensor, done, _ = shelf.get(item) if trouble is None else Arrived(whole.layout.empty(self._comm.device), Done())
+        told = _Told(self._control, whole.name, done, trouble)
+        return Arrived(tensor, told, told.check)
+
     def furthest(self, choice: Choice) -> Choice:
         """Of what its ranks would choose, the place that is furthest from the device. All of them must ask: each knows
         its own host alone, and what they keep in parts they must keep alike."""
         return max(self._comm.all_gather_objects(choice, unit="keep"), key=lambda each: each.distance)
 
-    def check_alike(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Once for each block, before the first of its inputs is cut: a rank that had other values would compute on a
-        mixture, and nobody would notice.
+    def are_alike(self, name: str, stream: Tensor | None, others: Sequence[Tensor]) -> list[bool]:
+        """Which of the others all ranks hold alike: the rest cannot be cut, such as the bias of T5, of which each has
+        that of its heads. A stream that differs raises: its rank would compute on a mixture, and nobody would notice.
+
+        The stream is compared once for each block. Others come once a forward, and are compared each time: a bias that
+        begins with zeros is alike until the first update.
         """
-        if name in self._looked_at:
-            return
-        self._looked_at.add(name)
-        own = [_checksum(tensor) for tensor in tensors]
-        everyones = self._comm.all_gather_objects(own, unit=name)
-        if any(other != everyones[0] for other in everyones):
-            raise ValueError(
-                f"partition=: the inputs of {name} are not the same on the {self.ranks} tensor ranks, so they cannot "
-                "be cut: give all of them the same samples and random numbers, or, if they are parts already "
-                "(sequence parallelism), leave partition= out"
-            )
+        is_new = stream is not None and name not in self._looked_at
+        asked = [*([stream] if stream is not None and is_new else []), *others]
+        if not asked:
+            return []
+        everyones = self._comm.all_gather_objects([_checksum(tensor) for tensor in asked], unit=name)
+        alike = [all(one == each[0] for one in each) for each in zip_longest(*everyones)]
+        if is_new:
+            self._looked_at.add(name)
+            if not alike.pop(0):
+                raise ValueError(
+                    f"partition=: the inputs of {name} are not the same on the {self.ranks} tensor ranks, so they "
+                    "cannot be cut: give all of them the same samples and random numbers, or, if they are parts "
+                    "already (sequence parallelism), leave partition= out"
+                )
+        return alike
 
     def note_parts(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Of an input that is a part already; said once."""

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Kept:
     def __init__(self, shelf: Shelf, tensor: Tensor, whole: Whole | None = None) -> None:
         """`whole`: what to make of it, where the ranks of a partition keep a part each."""
         self._shelf, self._whole = shelf, whole
-        self._item: Item = shelf.put(tensor if whole is None else whole.partition.part_of(tensor))
+        self._item: Item = shelf.put(tensor if whole is None else whole.part_of(tensor))
         self.nbytes = (self._item if whole is None else whole).layout.nbytes
         self.version = tensor._version
         # Without its graph. A shelf on the device has a copy, and the tensor may go at once.
@@ -103,6 +104,11 @@ class Kept:
         tensor, self._here = self._here, None
         self._lent = TensorWeakRef(tensor)
         return tensor
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """From parts, in memory of its own."""
+        return self._whole is not None
 
     @property
     def is_here(self) -> bool:
@@ -221,11 +227,15 @@ class CheckpointStore:
     def name(self, name: str) -> None:
         self._calls.name = name
 
-    def look_at(self, given: Sequence[Tensor], chosen: list[Tensor]) -> None:
-        """Before the inputs `chosen` of those given are cut, if they are."""
-        if self.partition is not None:
-            self.partition.note_parts(self.name, given)
-            self.partition.check_alike(self.name, chosen)
+    def to_cut(self, given: Sequence[Tensor], chosen: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the inputs `chosen`, of those given, that the ranks of a partition may cut."""
+        if self.partition is None:
+            return []
+        self.partition.note_parts(self.name, given)
+        stream = next((tensor for tensor in chosen if tensor is given[0]), None)
+        others = [tensor for tensor in chosen if tensor is not stream and self._kept(tensor) is None]
+        alike = self.partition.are_alike(self.name, stream, others)
+        return [*compress(others, alike), *([] if stream is None else [stream])]
 
     def begin(self) -> Block:
         """For the next call. Inputs of the call before the last one leave the device."""
@@ -240,13 +250,15 @@ class CheckpointStore:
         self._resident.append(self._last)
         return block
 
-    def put(self, block: Block, tensor: Tensor) -> Place:
+    def put(self, block: Block, tensor: Tensor, *, is_cut: bool = False) -> Place:
         """A tensor that several blocks take is kept once."""
-        found = self._seen.get(tensor)
-        kept: Kept | None = None if found is None else found()
-        if kept is None or kept.version != tensor._version:
-            whole = None if self.partition is None else self.partition.whole(tensor, self.name)
-            kept = Kept(self._shelf_on(tensor.device), tensor, whole)
+        kept = self._kept(tensor)
+        if kept is None:
+            shelf, whole = self._shelf_on(tensor.device), None
+            # Ranks that read their own from files tell each other how it went, cut or not.
+            if self.partition is not None and (is_cut or shelf.can_fail):
+                whole = self.partition.whole(tensor, self.name, is_cut=is_cut)
+            kept = Kept(shelf, tensor, whole)
             self._seen[tensor] = weakref.ref(kept)
         block.kept.append(kept)
         self._present.add(kept)
@@ -277,6 +289,12 @@ class CheckpointStore:
     def unpack(self, saved: Tensor | Place) -> Tensor:
         """For autograd, which has a place of what is kept, and all else itself."""
         return self.get(saved) if isinstance(saved, Place) else saved
+
+    def _kept(self, tensor: Tensor) -> Kept | None:
+        """Of another block that takes it, if it has not been changed since."""
+        found = self._seen.get(tensor)
+        kept: Kept | None = None if found is None else found()
+        return None if kept is None or kept.version != tensor._version else kept
 
     def close(self) -> None:
         """Gives all memory back; no graph may need it any more."""
@@ -316,13 +334,13 @@ class CheckpointStore:
     @property
     def _device_nbytes(self) -> int:
         """On a device that keeps them, those rebuilt from their parts count besides."""
-        own = 0
+        own, is_own = 0, False
         if self._shelf is not None and not self._shelf.frees_device:
-            own = self._shelf.nbytes()["device"]
+            own, is_own = self._shelf.nbytes()["device"], True
             if self.partition is None:
                 return own
         self._present -= {kept for kept in self._present if not kept.is_here}
-        return own + sum(kept.nbytes for kept in self._present)
+        return own + sum(kept.nbytes for kept in self._present if kept.is_rebuilt or not is_own)
 
     def _note_peak(self) -> None:
         if self.on_growth is None:
