@@ -22,8 +22,10 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, condition: Tensor | None = None, *, view: bool = False) -> Tensor:
         x = torch.tanh(self.linear(x))
+        if view:
+            return (x * 2).flatten().view(x.shape)
         return x if condition is None else x + condition
 
 
@@ -48,6 +50,8 @@ class Wayward(nn.Module):
         for layer in self.layers:
             if self.way == "residual":
                 x = x + layer(x)
+            elif self.way == "views":
+                x = layer(x, view=True)
             elif self.way == "in place":
                 x = layer(x).mul_(0.5)
             else:
@@ -216,3 +220,23 @@ def test_stages_need_the_mesh_that_they_were_cut_for(ranks: Any, data: int | Non
     for said in ranks(2, placed_on_another_mesh, data):
         assert "zf.pipeline has cut this GPT over pipeline=2 ranks" in said
         assert "pass the zf.mesh with which it was cut" in said
+
+
+def train_blocks_that_return_views(schedule: str) -> tuple[list[float], list[float]]:
+    mesh = zf.mesh(pipeline=2, device="cpu")
+    model, chunks = Wayward("views"), None if schedule == "1f1b" else 2  # so that there are stages in the middle
+    pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn, schedule=schedule, chunks_per_rank=chunks)
+    pipe, stepper = zf.prepare(pipe, optimizer(pipe.parameters()), stage=1, mesh=mesh, clip=0.5)
+    losses = []
+    for step in range(3):
+        losses.append(pipe.step(batch(step)[0], target=batch(step)[1]).item())
+        stepper.step()
+        stepper.zero_grad()
+    zf.close(model)
+    return losses, train_alone(Wayward("views"), 3, 0.5)[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zbv"])
+def test_blocks_may_return_views(ranks: Any, schedule: str) -> None:
+    for losses, expected in ranks(2, train_blocks_that_return_views, schedule):
+        assert losses == pytest.approx(expected, abs=1e-5)

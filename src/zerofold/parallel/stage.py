@@ -101,7 +101,9 @@ class StageModule(nn.Module):
                 f"stage {self.stage.index} would send {tuple(stream.shape)} in {stream.dtype}, but blocks get "
                 f"{tuple(expected.shape)} in {expected.dtype}: a pipeline needs blocks that return what they take"
             )
-        return stream.contiguous()
+        # No copy, and no view to autograd: zero-bubble schedules detach outputs in place, which it forbids for views.
+        whole = stream.contiguous()
+        return torch.ops.aten._unsafe_view(whole, whole.shape) if whole._is_view() else whole
 
     def _check_received(self) -> None:
         if self.stage.first > 0 and not self.split.course.was_received:
