@@ -39,6 +39,8 @@ class Wayward(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.project = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
+        if way == "shared":
+            self.layers[3].linear.weight = self.layers[0].linear.weight
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -47,7 +49,14 @@ class Wayward(nn.Module):
         if self.way == "module at both ends":
             x = self.norm(x)
         every = []
-        for layer in self.layers:
+        layers = list(self.layers)
+        if self.way == "another order":
+            layers.reverse()
+        if self.way == "one left out":
+            layers = layers[:2] + layers[3:]
+        if self.way == "one twice":
+            layers.append(layers[-1])
+        for layer in layers:
             if self.way == "residual":
                 x = x + layer(x)
             elif self.way == "views":
@@ -64,8 +73,8 @@ class Wayward(nn.Module):
         return self.head(self.norm(x))
 
 
-def cut(way: str) -> None:
-    zf.pipeline(Wayward(way), zf.mesh(pipeline=2, device="cpu"), microbatches=2, loss_fn=loss_fn)
+def cut(way: str, **options: Any) -> None:
+    zf.pipeline(Wayward(way), zf.mesh(pipeline=2, device="cpu"), microbatches=2, loss_fn=loss_fn, **options)
 
 
 REFUSED = {
@@ -75,6 +84,10 @@ REFUSED = {
     "skip": "what the model returns depends on more than the last block's output",
     "every block": "what the model returns depends on more than the last block's output",
     "module at both ends": "'norm' has parameters and is called before the blocks and after them",
+    "another order": "the model calls 'layers.3' where 'layers.0' is next in its list of blocks",
+    "one left out": "the model's forward calls 'layers.2' 0 times: every block must be called once",
+    "one twice": "the model's forward calls 'layers.3' 2 times: every block must be called once",
+    "shared": "'layers.0.linear.weight' is also 'layers.3.linear.weight', in a block of another stage",
 }
 
 
@@ -240,3 +253,15 @@ def train_blocks_that_return_views(schedule: str) -> tuple[list[float], list[flo
 def test_blocks_may_return_views(ranks: Any, schedule: str) -> None:
     for losses, expected in ranks(2, train_blocks_that_return_views, schedule):
         assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def place_with_an_optimizer_from_before() -> str:
+    mesh, model = zf.mesh(pipeline=2, device="cpu"), make("gpt")
+    early = optimizer(model.parameters())
+    return raised(zf.prepare, zf.pipeline(model, mesh, microbatches=2, loss_fn=loss_fn), early, stage=1, mesh=mesh)
+
+
+def test_the_optimizer_comes_after_the_pipeline(ranks: Any) -> None:
+    for said in ranks(2, place_with_an_optimizer_from_before):
+        assert "parameters are not of this rank's stage" in said
+        assert "build the optimizer after it, on pipe.parameters()" in said
