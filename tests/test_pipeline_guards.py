@@ -265,3 +265,23 @@ def test_the_optimizer_comes_after_the_pipeline(ranks: Any) -> None:
     for said in ranks(2, place_with_an_optimizer_from_before):
         assert "parameters are not of this rank's stage" in said
         assert "build the optimizer after it, on pipe.parameters()" in said
+
+
+def step_with_reentrant_checkpoints(schedule: str) -> tuple[str, float, float]:
+    mesh, model = zf.mesh(pipeline=2, device="cpu"), make("gpt")
+    pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn, schedule=schedule)
+    zf.prepare(pipe, optimizer(pipe.parameters()), stage=1, mesh=mesh)
+    checkpoints = zf.checkpoint_blocks(model, use_reentrant=True)
+    said = raised(pipe.step, batch(0)[0], target=batch(0)[1])
+    checkpoints.remove()
+    loss = pipe.step(batch(0)[0], target=batch(0)[1]).item()
+    zf.close(model)
+    return said, loss, train_alone(make("gpt"), 1)[0][0]
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
+def test_reentrant_checkpoints_are_refused_where_backward_is_split(ranks: Any, schedule: str) -> None:
+    for said, loss, expected in ranks(2, step_with_reentrant_checkpoints, schedule):
+        assert "has checkpoints with use_reentrant=True" in said
+        assert "pass use_reentrant=False, or use schedule='1f1b'" in said
+        assert loss == pytest.approx(expected, abs=1e-5)

@@ -136,6 +136,7 @@ class Pipeline(HoldsStages):
         self._stops = Stops(mesh, split.course)
         for module in self._modules:
             module.goes_on = self._stops.tensor_ranks_failed
+            module.splits_backward = self._kind.splits_backward
         self._runners: OrderedDict[Stream, Runner] = OrderedDict()
         self._streams = Streams(model, mesh, split, self._stops.tensor_ranks_failed)
         self._ties = Ties(split, mesh.coordinate[PIPELINE], self._group)
