@@ -285,3 +285,21 @@ def test_reentrant_checkpoints_are_refused_where_backward_is_split(ranks: Any, s
         assert "has checkpoints with use_reentrant=True" in said
         assert "pass use_reentrant=False, or use schedule='1f1b'" in said
         assert loss == pytest.approx(expected, abs=1e-5)
+
+
+class Rows(nn.Module):
+    """Blocks without a class of their own, of which two share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(4))
+        self.rows[3][0].weight = self.rows[0][0].weight
+
+
+def cut_rows() -> None:
+    zf.pipeline(Rows(), zf.mesh(pipeline=2, device="cpu"), microbatches=2, loss_fn=loss_fn, example=(torch.ones(2, 4),))
+
+
+def test_a_weight_that_keeps_blocks_from_being_a_row_is_named(ranks: Any) -> None:
+    for said in ranks(2, raised, cut_rows):
+        assert "'rows.3.0.weight' is also 'rows.0.0.weight'" in said

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -76,6 +77,12 @@ def read_anatomy(model: nn.Module, example: Example | None) -> Anatomy:
 def _one_row(model: nn.Module) -> dict[str, nn.Module]:
     blocks = find_units(model, None)
     lists = list(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
+    shared = _shared_in_a_list(model)
+    if shared is not None and len(lists) > 1:
+        raise ValueError(
+            f"pipeline: '{shared[1]}' is also '{shared[0]}', and modules that share a weight are not taken for a row "
+            "of blocks: untie them"
+        )
     if len(lists) > 1:
         raise ValueError(
             f"pipeline: {type(model).__name__} has its blocks in {len(lists)} lists ({', '.join(lists)}), and one "
@@ -87,6 +94,18 @@ def _one_row(model: nn.Module) -> dict[str, nn.Module]:
             "modules of one class, each once"
         )
     return blocks
+
+
+def _shared_in_a_list(model: nn.Module) -> tuple[str, str] | None:
+    """Two names of one parameter, under two members of one list of modules."""
+    found: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = found.setdefault(id(parameter), name)
+        lists = [each.split(".") for each in (first, name)]
+        heads = [list(takewhile(lambda part: not part.isdigit(), parts)) for parts in lists]
+        if first != name and heads[0] == heads[1] and all(map(len, heads)) and heads[0] != lists[0]:
+            return first, name
+    return None
 
 
 class _Seen:
