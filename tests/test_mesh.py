@@ -87,3 +87,9 @@ def mesh_of_one_s_own() -> str:
 def test_ranks_that_ask_for_different_meshes_are_told(ranks: Any) -> None:
     said = "rank 0 asks for pipeline 1 x replicate 1 x data 2 x tensor 1, rank 1 for pipeline 1 x replicate 1 x data 1"
     assert all(said in found for found in ranks(2, mesh_of_one_s_own))
+
+
+@pytest.mark.parametrize("device", ["gpu", 3, "cpu:0"])
+def test_a_device_that_is_none_is_refused(ranks: Any, device: Any) -> None:
+    (said,) = ranks(1, raised, zf.mesh, device=device)
+    assert said == f"ValueError: device={device!r} must be a kind of device, 'cuda' or 'cpu', or left out to find one"

@@ -22,8 +22,10 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, condition: Tensor | None = None, *, view: bool = False) -> Tensor:
         x = torch.tanh(self.linear(x))
+        if view:
+            return (x * 2).flatten().view(x.shape)
         return x if condition is None else x + condition
 
 
@@ -37,6 +39,8 @@ class Wayward(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.project = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
+        if way == "shared":
+            self.layers[3].linear.weight = self.layers[0].linear.weight
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -45,9 +49,18 @@ class Wayward(nn.Module):
         if self.way == "module at both ends":
             x = self.norm(x)
         every = []
-        for layer in self.layers:
+        layers = list(self.layers)
+        if self.way == "another order":
+            layers.reverse()
+        if self.way == "one left out":
+            layers = layers[:2] + layers[3:]
+        if self.way == "one twice":
+            layers.append(layers[-1])
+        for layer in layers:
             if self.way == "residual":
                 x = x + layer(x)
+            elif self.way == "views":
+                x = layer(x, view=True)
             elif self.way == "in place":
                 x = layer(x).mul_(0.5)
             else:
@@ -60,8 +73,8 @@ class Wayward(nn.Module):
         return self.head(self.norm(x))
 
 
-def cut(way: str) -> None:
-    zf.pipeline(Wayward(way), zf.mesh(pipeline=2, device="cpu"), microbatches=2, loss_fn=loss_fn)
+def cut(way: str, **options: Any) -> None:
+    zf.pipeline(Wayward(way), zf.mesh(pipeline=2, device="cpu"), microbatches=2, loss_fn=loss_fn, **options)
 
 
 REFUSED = {
@@ -71,6 +84,10 @@ REFUSED = {
     "skip": "what the model returns depends on more than the last block's output",
     "every block": "what the model returns depends on more than the last block's output",
     "module at both ends": "'norm' has parameters and is called before the blocks and after them",
+    "another order": "the model calls 'layers.3' where 'layers.0' is next in its list of blocks",
+    "one left out": "the model's forward calls 'layers.2' 0 times: every block must be called once",
+    "one twice": "the model's forward calls 'layers.3' 2 times: every block must be called once",
+    "shared": "'layers.0.linear.weight' is also 'layers.3.linear.weight', in a block of another stage",
 }
 
 
@@ -216,3 +233,73 @@ def test_stages_need_the_mesh_that_they_were_cut_for(ranks: Any, data: int | Non
     for said in ranks(2, placed_on_another_mesh, data):
         assert "zf.pipeline has cut this GPT over pipeline=2 ranks" in said
         assert "pass the zf.mesh with which it was cut" in said
+
+
+def train_blocks_that_return_views(schedule: str) -> tuple[list[float], list[float]]:
+    mesh = zf.mesh(pipeline=2, device="cpu")
+    model, chunks = Wayward("views"), None if schedule == "1f1b" else 2  # so that there are stages in the middle
+    pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn, schedule=schedule, chunks_per_rank=chunks)
+    pipe, stepper = zf.prepare(pipe, optimizer(pipe.parameters()), stage=1, mesh=mesh, clip=0.5)
+    losses = []
+    for step in range(3):
+        losses.append(pipe.step(batch(step)[0], target=batch(step)[1]).item())
+        stepper.step()
+        stepper.zero_grad()
+    zf.close(model)
+    return losses, train_alone(Wayward("views"), 3, 0.5)[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zbv"])
+def test_blocks_may_return_views(ranks: Any, schedule: str) -> None:
+    for losses, expected in ranks(2, train_blocks_that_return_views, schedule):
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def place_with_an_optimizer_from_before() -> str:
+    mesh, model = zf.mesh(pipeline=2, device="cpu"), make("gpt")
+    early = optimizer(model.parameters())
+    return raised(zf.prepare, zf.pipeline(model, mesh, microbatches=2, loss_fn=loss_fn), early, stage=1, mesh=mesh)
+
+
+def test_the_optimizer_comes_after_the_pipeline(ranks: Any) -> None:
+    for said in ranks(2, place_with_an_optimizer_from_before):
+        assert "parameters are not of this rank's stage" in said
+        assert "build the optimizer after it, on pipe.parameters()" in said
+
+
+def step_with_reentrant_checkpoints(schedule: str) -> tuple[str, float, float]:
+    mesh, model = zf.mesh(pipeline=2, device="cpu"), make("gpt")
+    pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn, schedule=schedule)
+    zf.prepare(pipe, optimizer(pipe.parameters()), stage=1, mesh=mesh)
+    checkpoints = zf.checkpoint_blocks(model, use_reentrant=True)
+    said = raised(pipe.step, batch(0)[0], target=batch(0)[1])
+    checkpoints.remove()
+    loss = pipe.step(batch(0)[0], target=batch(0)[1]).item()
+    zf.close(model)
+    return said, loss, train_alone(make("gpt"), 1)[0][0]
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
+def test_reentrant_checkpoints_are_refused_where_backward_is_split(ranks: Any, schedule: str) -> None:
+    for said, loss, expected in ranks(2, step_with_reentrant_checkpoints, schedule):
+        assert "has checkpoints with use_reentrant=True" in said
+        assert "pass use_reentrant=False, or use schedule='1f1b'" in said
+        assert loss == pytest.approx(expected, abs=1e-5)
+
+
+class Rows(nn.Module):
+    """Blocks without a class of their own, of which two share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(4))
+        self.rows[3][0].weight = self.rows[0][0].weight
+
+
+def cut_rows() -> None:
+    zf.pipeline(Rows(), zf.mesh(pipeline=2, device="cpu"), microbatches=2, loss_fn=loss_fn, example=(torch.ones(2, 4),))
+
+
+def test_a_weight_that_keeps_blocks_from_being_a_row_is_named(ranks: Any) -> None:
+    for said in ranks(2, raised, cut_rows):
+        assert "'rows.3.0.weight' is also 'rows.0.0.weight'" in said

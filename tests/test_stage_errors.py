@@ -81,3 +81,71 @@ def test_all_ranks_stop_and_go_on(ranks: Any, sizes: Sizes, schedule: str, where
             assert " has failed in stage " in said
         if "data" not in sizes:  # the step that failed has left nothing behind
             assert losses == pytest.approx(alone("gpt")[0][: STEPS - 1], abs=1e-5)
+
+
+def kept_on(sizes: Sizes, what: str, bad: int) -> tuple[list[float], str, float]:
+    """As `trained`, where the step of number `bad` fails before any micro-batch has gone through."""
+    torch.set_num_threads(1)
+    mesh, model = zf.mesh(device="cpu", **sizes), made("gpt")
+    pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn)
+    pipe, optimizer = zf.prepare(pipe, adamw(pipe.parameters()), mesh=mesh, stage=1, clip=0.5)
+    is_last = mesh.coordinate["pipeline"] == mesh.pipeline - 1
+    losses, said, took = [], "", 0.0
+    for step in range(STEPS):
+        tokens, target = (t.chunk(mesh.data)[mesh.coordinate["data"]] for t in batch(step if step < bad else step - 1))
+        start, run = time.monotonic(), pipe.step
+        if step == bad and mesh.coordinate["data"] == 0:
+            if what == "no such word":
+                tokens = tokens + 1000
+            elif what == "too long":
+                tokens, target = tokens.repeat(1, 9), target.repeat(1, 9)
+            elif what == "shorter on the last stage" and is_last:
+                tokens, target = tokens[:, :4], target[:, :4]
+            elif what == "no whole micro-batches on the last stage" and is_last:
+                tokens, target = tokens[:3], target[:3]
+            elif what == "another call on the last stage" and is_last:
+                run = pipe.evaluate
+        try:
+            loss = run(tokens, target=target)
+        except (IndexError, ValueError, RuntimeError) as error:
+            said, took = f"{type(error).__name__}: {error}", time.monotonic() - start
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    zf.close(model)
+    return losses, said, took
+
+
+BEFORE = {
+    "no such word": "index out of range",
+    "too long": "",  # the model's own words
+    "shorter on the last stage": "are not at the same batch: rank 0 is at step of (8, 8) torch.int64",
+    "no whole micro-batches on the last stage": "a batch of 3 does not make 4 equal micro-batches",
+    "another call on the last stage": "at evaluate of (8, 8) torch.int64",
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "what", "bad"),
+    [
+        ({"pipeline": 2}, "no such word", 0),
+        ({"pipeline": 2}, "too long", 0),
+        ({"pipeline": 2}, "too long", BAD),  # a shape that is new, when others are known
+        ({"pipeline": 2}, "shorter on the last stage", BAD),
+        ({"pipeline": 2}, "no whole micro-batches on the last stage", 0),
+        ({"pipeline": 2}, "another call on the last stage", BAD),
+        ({"data": 2, "pipeline": 2}, "too long", BAD),
+        ({"tensor": 2, "pipeline": 2}, "too long", 0),
+    ],
+    ids=str,
+)
+def test_what_fails_before_the_first_micro_batch_stops_all(ranks: Any, sizes: Sizes, what: str, bad: int) -> None:
+    world = 2 if len(sizes) == 1 else 4
+    found = ranks(world, kept_on, sizes, what, bad)
+    for losses, said, took in found:
+        assert said
+        assert BEFORE[what] in said
+        assert took < SOON
+        if "data" not in sizes:
+            assert losses == pytest.approx(alone("gpt")[0][: STEPS - 1], abs=1e-5)

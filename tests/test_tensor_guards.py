@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import zerofold as zf
 from zerofold.part import Part, part_of, set_part
+from zerofold.train.gpt import GPT, GPTConfig
 
 WORDS = 8
 
@@ -191,3 +192,83 @@ def test_ranks_with_different_parts_are_not_taken_for_copies(
 ) -> None:
     for said in ranks(2, placed_without_the_tensor_axis, stage, data, way):
         assert "has cut this Sequential over tensor=2" in said or "is a DTensor, and there is no mesh=" in said, said
+
+
+PLANS = ({"0": ColwiseParallel(), "2": RowwiseParallel()}, {"0": ColwiseParallel(use_local_output=False)})
+OTHERS: dict[str, dict[str, Any]] = {
+    "plan": {"plan": PLANS[1]},
+    "sequence": {"sequence_parallel": True},
+    "words": {"loss_parallel": True},
+}
+
+
+def cut_by_rank(way: str) -> str:
+    model = Words() if way == "words" else mlp()
+    if way == "model" and dist.get_rank():
+        model[2] = nn.Linear(8, 6, bias=False)
+    if way == "sequence":
+        model = GPT(GPTConfig(layers=1, hidden=8, heads=2, seq=4, vocab=8))
+    options = {"plan": PLANS[0]} if way == "plan" else {}
+    return raised(
+        zf.tensor_parallel, model, tensor_mesh(), **{**options, **(OTHERS.get(way, {}) if dist.get_rank() else {})}
+    )
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("plan", "has plan '0': ColwiseParallel("),
+        ("sequence", "rank 0 has sequence_parallel=False where rank 1 has sequence_parallel=True"),
+        ("words", "rank 0 has loss_parallel=False where rank 1 has loss_parallel=True"),
+        ("model", "rank 0 has '2.weight' of (4, 8) in torch.float32 where rank 1 has '2.weight' of (6, 8)"),
+    ],
+)
+def test_ranks_that_cut_differently_are_told(ranks: Any, way: str, said: str) -> None:
+    for message in ranks(2, cut_by_rank, way):
+        assert message.startswith("ValueError: zf.tensor_parallel: ranks 0 and 1 share the inside of every layer")
+        assert said in message
+
+
+def cut_two_models_side_by_side() -> None:
+    """As stages that somebody has made by hand: only ranks of one tensor axis must hold the same."""
+    mesh, model = zf.mesh(pipeline=2, tensor=2, device="cpu"), mlp()
+    zf.tensor_parallel(nn.Sequential(model, mlp()) if mesh.coordinate["pipeline"] else model, mesh)
+
+
+def test_other_axes_may_hold_other_models(ranks: Any) -> None:
+    ranks(4, cut_two_models_side_by_side)
+
+
+def state_dict_of_parts(way: str) -> str:
+    mesh, model = tensor_mesh(), mlp()
+    if way == "torch":
+        parallelize_module(model, mesh.along("tensor"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    else:
+        zf.tensor_parallel(model, mesh)
+    if way != "before":
+        zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, mesh=mesh)
+        zf.close(model)
+    return raised(model.state_dict)
+
+
+@pytest.mark.parametrize("way", ["before", "after", "torch"])
+def test_a_part_is_not_shown_as_the_whole(ranks: Any, way: str) -> None:
+    for said in ranks(2, state_dict_of_parts, way):
+        assert "this rank has a part of '0.weight', (4, 4) of (8, 4)" in said
+        assert "after zf.prepare, zf.save and zf.export write whole parameters" in said
+
+
+def cut_what_is_sharded(stage: int) -> str:
+    model = mlp()
+    zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    said = raised(zf.tensor_parallel, model, tensor_mesh())
+    zf.close(model)
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_tensor_parallel_comes_before_prepare(ranks: Any, stage: int) -> None:
+    for said in ranks(2, cut_what_is_sharded, stage):
+        assert (
+            said == "ValueError: this model is already sharded: call zf.tensor_parallel before zf.prepare or zf.shard"
+        )

@@ -319,7 +319,12 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (spread_once, (unknown,), {}, "no layer of this Conv2d is known, so none can be cut: give plan="),
     (spread_once, (on_the_first_rank_alone,), {}, "no layer of this Conv2d is known"),
     (spread_once, (MODELS["mlp"][0],), {"sequence_parallel": True}, "sequence_parallel: no block of this MLP is known"),
-    (spread_once, (odd_words,), {"loss_parallel": True}, "'head' has 97 words, which do not divide by 2"),
+    (
+        spread_once,
+        (odd_words,),
+        {"loss_parallel": True},
+        "'head' has 97 words, which do not divide by tensor=2: leave ",
+    ),
     (spread_once, (odd_mlp, {"0": "columns"}), {}, "plan must be a dict {module name: torch ParallelStyle}"),
     (twice, (), {}, "spread over a tensor axis already"),
     (logits_for_something_else, (), {}, "argmax: these logits are cut over the vocabulary"),

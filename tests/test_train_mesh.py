@@ -55,8 +55,24 @@ def test_a_pipeline_has_a_micro_batch_for_every_stage() -> None:
     assert filled(Shares(8, 2, 1), 4, is_given=False) == Shares(2, 2, 4)
     assert filled(Shares(8, 2, 6), 4, is_given=True) == Shares(8, 2, 6)
     assert filled(Shares(8, 2, 1), 1, is_given=True) == Shares(8, 2, 1)
-    with pytest.raises(ValueError, match="use --accumulate 4"):
+    with pytest.raises(ValueError, match="a step has 2 of 8 sequences on a rank: use --accumulate 4"):
         filled(Shares(8, 2, 2), 4, is_given=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"global_batch": 7}, "the 7 sequences of a rank do not divide by 2: use --accumulate 7, or choose a --global"),
+        ({"batch": 3}, "a step has 1 of 3 sequences on a rank: use --accumulate 2"),
+    ],
+)
+def test_too_few_micro_batches_are_told_in_words_of_what_was_given(
+    given: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        TrainOptions(out=tmp_path / "run", gpt=TINY, pipeline=2, **given).shares(2)
+    assert said in str(caught.value)
+    assert "--accumulate 1" not in str(caught.value)
 
 
 def losses(folder: str, **degrees: int) -> tuple[float, float | None, list[list[int]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,6 +32,23 @@ def check_axes(model: nn.Module, mesh: DeviceMesh | Mesh | None) -> None:
             raise ValueError(
                 f"mesh: {how} has cut this {type(model).__name__} over {axis}={ranks} ranks, and {has}: pass the "
                 "zf.mesh with which it was cut"
+            )
+
+
+def check_stages(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """An optimizer from before `zf.pipeline` has what other ranks hold now."""
+    ranks = pipeline_ranks(model)
+    if ranks == 1:
+        return
+    known = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = sum(id(parameter) in known for parameter in held)
+        if 0 < own < len(held):
+            raise ValueError(
+                f"{type(optimizer).__name__}: {len(held) - own} of its {len(held)} parameters are not of this rank's "
+                f"stage: zf.pipeline has left each of {ranks} ranks a stage, so build the optimizer after it, on "
+                "pipe.parameters()"
             )
 
 

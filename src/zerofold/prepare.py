@@ -16,7 +16,7 @@ from zerofold.checkpoint.contents import Contents
 from zerofold.checkpoint.open import open_checkpoint
 from zerofold.checkpoint.saving import finish_saving
 from zerofold.checkpoint.sources import choose_sources, known_in_files, load_buffers, names_elsewhere
-from zerofold.checks import check_axes, check_kinds, check_numbers, check_ready, device_of
+from zerofold.checks import check_axes, check_kinds, check_numbers, check_ready, check_stages, device_of
 from zerofold.comm import Comm
 from zerofold.configured import Config, configured, scheduler_of, shard_arguments
 from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
@@ -278,6 +278,7 @@ def attach(
     engine.take_in_changes()
     everyone: list[torch.optim.Optimizer] = [optimizer, *others]
     options = StepOptions(clip, clip_value, one_pass, scheduler)
+    agree(engine.groups.job, lambda: check_stages(model, everyone))
     agree(engine.groups.job, lambda: check_optimizers(engine, everyone, options))
     for each in everyone:
         attach_optimizer(engine, each, options if each is everyone[-1] else replace(options, scheduler=None))

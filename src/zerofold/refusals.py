@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zerofold.part import Part
 from zerofold.shard_spec import ShardSpec
 
 COPYING = (
@@ -33,6 +34,14 @@ def needs_whole(func: Any, spec: ShardSpec) -> str:
         f"{name} needs the whole tensor, but {where}: read it with zf.full(p) or inside `with zf.full_params(model)`. "
         f"In a forward it is whole only while its unit '{spec.unit or 'root'}' is being called; if the weight is used "
         "without calling that module, choose units that contain the caller"
+    )
+
+
+def state_dict_of_parts(name: str, part: Part) -> str:
+    return (
+        f"state_dict(): this rank has a part of '{name}', {tuple(part.local_shape)} of {tuple(part.shape)}, and so "
+        "have the other ranks of its tensor axis: after zf.prepare, zf.save and zf.export write whole parameters, and "
+        "zf.full_tensors gives them one by one"
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zerofold.engine import Engine
 from zerofold.entry import Entry
+from zerofold.refusals import state_dict_of_parts
 from zerofold.sharded import ShardedParameter, ShardedTensor
 from zerofold.slab import Slab
 from zerofold.units import names_of_modules, names_of_sites
@@ -63,11 +64,7 @@ class StateDicts:
         for slab in self._engine.slabs():
             for entry in slab.entries:
                 if entry.part is not None and entry.part.is_cut:
-                    raise RuntimeError(
-                        f"state_dict(): this rank has a part of '{entry.name}', {tuple(entry.part.local_shape)} of "
-                        f"{tuple(entry.part.shape)}, and so have the other ranks of its tensor axis: zf.save and "
-                        "zf.export write whole parameters, zf.full_tensors gives them one by one"
-                    )
+                    raise RuntimeError(state_dict_of_parts(entry.name, entry.part))
         if not self._shows_whole:
             self._exchange(to_faces=True)  # reading a 16-bit parameter that is released would fetch it
 

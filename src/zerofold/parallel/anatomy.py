@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -76,6 +77,12 @@ def read_anatomy(model: nn.Module, example: Example | None) -> Anatomy:
 def _one_row(model: nn.Module) -> dict[str, nn.Module]:
     blocks = find_units(model, None)
     lists = list(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
+    shared = _shared_in_a_list(model)
+    if shared is not None and len(lists) > 1:
+        raise ValueError(
+            f"pipeline: '{shared[1]}' is also '{shared[0]}', and modules that share a weight are not taken for a row "
+            "of blocks: untie them"
+        )
     if len(lists) > 1:
         raise ValueError(
             f"pipeline: {type(model).__name__} has its blocks in {len(lists)} lists ({', '.join(lists)}), and one "
@@ -89,11 +96,24 @@ def _one_row(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
+def _shared_in_a_list(model: nn.Module) -> tuple[str, str] | None:
+    """Two names of one parameter, under two members of one list of modules."""
+    found: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = found.setdefault(id(parameter), name)
+        lists = [each.split(".") for each in (first, name)]
+        heads = [list(takewhile(lambda part: not part.isdigit(), parts)) for parts in lists]
+        if first != name and heads[0] == heads[1] and all(map(len, heads)) and heads[0] != lists[0]:
+            return first, name
+    return None
+
+
 class _Seen:
     """What was called, in its order."""
 
-    def __init__(self, blocks: int, length_of_output: int | None) -> None:
-        self.blocks_left = self.blocks = blocks
+    def __init__(self, blocks: list[str], length_of_output: int | None) -> None:
+        self.blocks = blocks
+        self.calls: list[str] = []  # of blocks, in their order
         self.before: set[str] = set()
         self.between: set[str] = set()
         self.after: set[str] = set()
@@ -103,18 +123,18 @@ class _Seen:
     @property
     def is_plausible(self) -> bool:
         """Every block was given the stream: a model that takes their output apart changes a tensor's shape by that."""
-        return not self.blocks_left and len(self.shapes) == 1
+        return sorted(self.calls) == sorted(self.blocks) and len(self.shapes) == 1
 
     def pass_on(self, name: str, stream: Tensor, others: list[Tensor]) -> Tensor:
-        self.blocks_left -= 1
+        self.calls.append(name)
         self.shapes.add(stream.shape)
         return stream
 
     def note(self, name: str, module: nn.Module, args: Any) -> None:
-        if self.blocks_left == self.blocks:
+        if not self.calls:
             self.before.add(name)
         else:
-            (self.between if self.blocks_left else self.after).add(name)
+            (self.between if len(self.calls) < len(self.blocks) else self.after).add(name)
 
 
 PassOn = Callable[[str, Tensor, list[Tensor]], Tensor]
@@ -142,6 +162,9 @@ def _run(
         args, kwargs = fake_arguments(model, example)
         tries = [_pass(model, blocks, holders, args, kwargs, length) for length in _LENGTHS]
     seen, error = next((tried for tried in tries if tried[0].is_plausible), tries[0])
+    if not seen.is_plausible:
+        ended = [each.calls for each, failed in tries if failed is None and len(each.shapes) == 1]
+        _check_each_once(list(blocks), ended)
     unseen = [name for name in holders if name not in seen.before | seen.between | seen.after]
     if (error is not None and unseen) or not seen.is_plausible:
         given = "the example=" if example is not None else "two tokens"
@@ -149,7 +172,25 @@ def _run(
             f"pipeline: cannot see which modules of {type(model).__name__} run before its blocks and which after: it "
             f"does not run on {given} without them{_said(error)}; pass example=, a tuple or dict of arguments"
         ) from error
+    odd = next(((named, called) for named, called in zip(blocks, seen.calls, strict=True) if named != called), None)
+    if odd is not None:
+        raise ValueError(
+            f"pipeline: the model calls '{odd[1]}' where '{odd[0]}' is next in its list of blocks: stages are cut by "
+            "the order of the list, so list the blocks in the order in which they are called"
+        )
     return seen
+
+
+def _check_each_once(blocks: list[str], runs: list[list[str]]) -> None:
+    """Of passes to the model's end."""
+    for calls in runs[:1]:
+        for name in blocks:
+            if calls.count(name) != 1:
+                raise ValueError(
+                    f"pipeline: the model's forward calls '{name}' {calls.count(name)} times: every block must be "
+                    "called once; give what is called again a list of its own, and leave out of the list what is not "
+                    "called"
+                )
 
 
 def _pass(
@@ -160,7 +201,7 @@ def _pass(
     kwargs: Any,
     length: int | None,
 ) -> tuple[_Seen, Exception | None]:
-    seen = _Seen(len(blocks), length)
+    seen = _Seen(list(blocks), length)
     try:
         run_without_blocks(model, blocks, seen.pass_on, length, args, kwargs, watching=_noting(seen, holders))
         return seen, None

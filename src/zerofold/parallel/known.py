@@ -227,8 +227,11 @@ def _vocabulary(model: nn.Module, wish: Wish) -> Plan:
         same = {path: VocabularyRows() for path in alike}
         if not same or not all(map(_looks_up_alone, alike.values())):
             continue
-        if wish.loss_parallel:
-            check_divides(words, "words", name, wish.ranks)
+        if wish.loss_parallel and words % wish.ranks:
+            raise ValueError(
+                f"loss_parallel: '{name}' has {words} words, which do not divide by tensor={wish.ranks}: leave "
+                f"loss_parallel out, or pad the words to {words + -words % wish.ranks}"
+            )
         if words % wish.ranks == 0:
             gives = None if wish.loss_parallel else WHOLE
             columns = CutLayer({"weight": 0, "bias": 0}, takes=WHOLE, gives=gives)

@@ -135,11 +135,21 @@ def mesh(
         )
         asked = product if data is not None else product.replace(f"{DATA} 1", f"{DATA} ?")
         raise ValueError(f"{asked} does not make {world} ranks, as many as there are: {fix}")
+    _check_device(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = device or ("cpu" if accelerator is None else accelerator.type)
     made = Mesh(init_device_mesh(kind, (pipeline, replicate, data, tensor), mesh_dim_names=AXES))
     _check_same_on_all_ranks(made)
     return made
+
+
+def _check_device(device: object) -> None:
+    try:
+        is_kind = device is None or (isinstance(device, str) and torch.device(device).type == device)
+    except RuntimeError:  # of a name that torch does not know
+        is_kind = False
+    if not is_kind:
+        raise ValueError(f"device={device!r} must be a kind of device, 'cuda' or 'cpu', or left out to find one")
 
 
 def _check_same_on_all_ranks(made: Mesh) -> None:

@@ -10,7 +10,6 @@ All units of a stage stay gathered while its schedule runs: every micro-batch us
 from __future__ import annotations
 
 import inspect
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,22 +22,22 @@ from torch import Tensor, nn
 from zerofold.comm import CommError
 from zerofold.engine import Engine
 from zerofold.nested import map_tensors, tensors_in
-from zerofold.parallel.alike import checksum
 from zerofold.parallel.anatomy import Example, read_anatomy
 from zerofold.parallel.flow import check_flow
 from zerofold.parallel.marks import HoldsStages
-from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
+from zerofold.parallel.mesh import PIPELINE, Mesh
 from zerofold.parallel.schedules import check_counts, owners_of_stages, schedule_kind
 from zerofold.parallel.split import Cost, Split, Stage, cut_in_place, plan_stages
 from zerofold.parallel.stage import LossFn, MicroBatch, Runner, StageModule, Stream, run_forwards
-from zerofold.parallel.stand_ins import Reached
+from zerofold.parallel.stand_ins import Failure
+from zerofold.parallel.stopping import Stops
+from zerofold.parallel.streams import Streams
 from zerofold.parallel.tensor import spread_over_tensor_ranks
 from zerofold.parallel.ties import Ties
 from zerofold.plan.traffic import Share
 from zerofold.timing import Tape
 
 _KEPT_RUNNERS = 4  # shapes of micro-batches for which torch's buffers are kept
-_OTHERS_FAIL_S = 5.0  # in which ranks that share the layers of a stage raise the same, if they do
 _OWN_LOSS = ("labels", "targets", "target")
 
 
@@ -134,12 +133,12 @@ class Pipeline(HoldsStages):
         self._group = mesh.along(PIPELINE).get_group()
         self._ranks = dist.get_process_group_ranks(self._group)
         self._modules = [StageModule(model, split, stage, loss_fn) for stage in split.own]
-        self._rounds = 0  # of steps and evaluations
+        self._stops = Stops(mesh, split.course)
         for module in self._modules:
-            module.goes_on = self._tensor_ranks_failed
+            module.goes_on = self._stops.tensor_ranks_failed
+            module.splits_backward = self._kind.splits_backward
         self._runners: OrderedDict[Stream, Runner] = OrderedDict()
-        self._streams: dict[Any, Stream] = {}
-        self._has_looked = False  # whether all ranks of the pipeline get the same batch
+        self._streams = Streams(model, mesh, split, self._stops.tensor_ranks_failed)
         self._ties = Ties(split, mesh.coordinate[PIPELINE], self._group)
         self.leave_on(model)  # for zf.prepare and the ledger
 
@@ -163,17 +162,20 @@ class Pipeline(HoldsStages):
             raise RuntimeError(
                 "pipe.step runs backward, so it cannot be called inside torch.no_grad(): use pipe.evaluate"
             )
-        batches = self._deal(args, kwargs, target)
+        batch = MicroBatch(args, kwargs, target)
+        batches = self._deal(batch)
         self._ties.make_alike(self.model)
         engine.hooks.begin_pipeline()
         try:
             with _held(engine):
                 kept = self._ties.set_aside(engine)
-                runner = self._runner(engine, batches[0])
-                with self._counted(engine, "step", batches):
-                    loss = runner.run(batches)
-                self._stop_together(engine)
-                self._count_sends(engine, runner.stream, passes=2)
+                stream, loss = self._streams.agree(engine, batches, batch, "step", str(self)), None
+                if stream is not None:
+                    with self._counted(engine, "step", batches):
+                        loss = self._runner(engine, stream).run(batches)
+                self._stops.stop_together(engine)
+                assert stream is not None, "all have stopped where there is none"
+                self._count_sends(engine, stream, passes=2)
                 self._ties.add(engine, kept)
                 self._note_memory(engine)
         except BaseException as error:
@@ -186,15 +188,18 @@ class Pipeline(HoldsStages):
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The mean loss of a batch, without gradients. Arguments are those of `step`."""
         engine = self._engine()
-        batches = self._deal(args, kwargs, target)
+        batch = MicroBatch(args, kwargs, target)
+        batches = self._deal(batch)
         self._ties.make_alike(self.model)
         engine.hooks.begin_pipeline(trains=False)
         try:
             with _held(engine):
-                stream = self._stream(engine, batches[0])
-                with self._counted(engine, "evaluate", batches):
-                    loss = run_forwards(self._modules, batches, stream, self._group, engine.device)
-                self._stop_together(engine)
+                stream, loss = self._streams.agree(engine, batches, batch, "evaluate", str(self)), None
+                if stream is not None:
+                    with self._counted(engine, "evaluate", batches):
+                        loss = run_forwards(self._modules, batches, stream, self._group, engine.device)
+                self._stops.stop_together(engine)
+                assert stream is not None, "all have stopped where there is none"
                 self._count_sends(engine, stream, passes=1)
         finally:
             engine.hooks.end_pipeline(trains=False)
@@ -228,7 +233,17 @@ class Pipeline(HoldsStages):
 
     # micro-batches
 
-    def _deal(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[MicroBatch]:
+    def _deal(self, batch: MicroBatch) -> list[MicroBatch]:
+        """None where that cannot be: the others may have begun, so all of them are told at the end of the step."""
+        course = self._split.course
+        course.failure = None
+        try:
+            return self._parts(*batch)
+        except Exception as error:
+            course.failure = Failure(self._split.own[0].index, error)
+            return []
+
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[MicroBatch]:
         if self.loss_fn is not None and target is None:
             raise ValueError("pipe.step: target is missing: pass target=, which loss_fn is called with")
         if self.loss_fn is None:
@@ -239,7 +254,6 @@ class Pipeline(HoldsStages):
                     f"pipe.step: without loss_fn the model makes the loss itself: pass it {names[0]}= and no target="
                 )
         whole = (args, kwargs, target)
-        self._check_alike(whole)
         first = next((tensor for tensor in tensors_in(whole) if tensor.ndim), None)
         if first is None:
             raise ValueError("pipe.step: there is no tensor among its arguments, so there is no batch to cut")
@@ -256,47 +270,10 @@ class Pipeline(HoldsStages):
 
         return [MicroBatch(*(map_tensors(part(number), each) for each in whole)) for number in range(count)]
 
-    def _check_alike(self, batch: Any) -> None:
-        """Once: a sampler over all ranks would give the first stage other samples than the last has targets of. And
-        stages that count micro-batches in different ways would wait for each other for ever."""
-        if self._has_looked or len(self._ranks) == 1:
-            return
-        self._has_looked = True
-        ranks = ", ".join(map(str, self._ranks))
-        told: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(told, (str(self), checksum(batch)), group=self._group)
-        tables = [table for table, _ in told]
-        odd = next((index for index, table in enumerate(tables) if table != tables[0]), None)
-        if odd is not None:
-            self._has_looked = False
-            lines = zip(tables[0].splitlines(), tables[odd].splitlines(), strict=False)
-            first, other = next(((a, b) for a, b in lines if a != b), (tables[0], tables[odd]))
-            raise ValueError(
-                f"pipe.step: ranks {ranks} are stages of one pipeline and cut it differently: rank {self._ranks[0]} "
-                f"has '{' '.join(first.split())}', rank {self._ranks[odd]} '{' '.join(other.split())}'; call "
-                "zf.pipeline with the same arguments on every rank"
-            )
-        if len({batch for _, batch in told}) > 1:
-            raise ValueError(
-                f"pipe.step: ranks {ranks} are stages of one pipeline and got different batches: give them the same, "
-                "chosen by mesh.coordinate['data']"
-            )
-
     # torch's schedules
 
-    def _stream(self, engine: Engine, batch: MicroBatch) -> Stream:
-        """Found out once for micro-batches of each shape."""
-        kind = engine.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = (*((t.shape, t.dtype) for t in tensors_in(batch)), autocast, engine.boundary.compute)
-        if key not in self._streams:
-            self._streams[key] = self._find_stream(batch, engine.device)
-        self._split.course.dtype = self._streams[key].dtype
-        return self._streams[key]
-
-    def _runner(self, engine: Engine, batch: MicroBatch) -> Runner:
+    def _runner(self, engine: Engine, stream: Stream) -> Runner:
         """Made once for each stream: torch's stages keep buffers of its shape."""
-        stream = self._stream(engine, batch)
         if stream not in self._runners:
             while len(self._runners) >= _KEPT_RUNNERS:
                 self._runners.popitem(last=False)
@@ -320,31 +297,6 @@ class Pipeline(HoldsStages):
         """Of the engine that the model has now: after zf.close it may have been placed anew."""
         Engine.of(self.model).hooks.take_assigned_gradients()
 
-    def _find_stream(self, batch: MicroBatch, device: torch.device) -> Stream:
-        """What the first block gives; the rank that has it finds out, and tells the others.
-
-        What it is given may be something else: with sequence_parallel it cuts the sequence.
-        """
-        told: list[Any] = [None]
-        if self.stages[0].rank == self.mesh.coordinate[PIPELINE]:
-            course = self._split.course
-            course.first, course.stop = 0, 1
-            self._split.seat_beginning()
-            cards = [device] if device.type != "cpu" else []
-            try:
-                with torch.no_grad(), torch.random.fork_rng(cards, device_type=device.type if cards else "cuda"):
-                    self.model(*batch.args, **batch.kwargs)
-            except Reached as reached:
-                told = [(tuple(reached.stream.shape), reached.stream.dtype)]
-            finally:
-                course.stop = None
-                self._split.seat(None)
-        dist.broadcast_object_list(told, src=self._ranks[self.stages[0].rank], group=self._group)
-        if told[0] is None:
-            raise RuntimeError("the model's forward ended without calling its second block")
-        shape, dtype = told[0]
-        return Stream(torch.Size(shape), dtype)
-
     def _tell(self, loss: Tensor | None, engine: Engine) -> Tensor:
         """The last stage's loss, to all ranks of the pipeline."""
         told = torch.zeros((), dtype=torch.float32, device=engine.device) if loss is None else loss.detach().clone()
@@ -353,38 +305,6 @@ class Pipeline(HoldsStages):
             share = (len(self._ranks) - 1) / len(self._ranks)
             engine.traffic.add("broadcast", "loss", PIPELINE, share, told.element_size())
         return told
-
-    # errors
-
-    def _stop_together(self, engine: Engine) -> None:
-        """Raises on all ranks that train the model what a stage has raised on one of them."""
-        self._rounds += 1
-        course = self._split.course
-        failure, course.failure = course.failure, None
-        flag = torch.tensor(float(failure is not None), dtype=torch.float64)
-        engine.groups.job.all_reduce(flag, unit="errors of stages", op=dist.ReduceOp.MAX).wait()
-        if not flag.item():
-            return
-        mine = None if failure is None else f"stage {failure.stage}: {type(failure.error).__name__}: {failure.error}"
-        told = engine.groups.job.all_gather_objects(mine, unit="errors of stages")
-        if failure is not None:
-            raise failure.error
-        rank = next(rank for rank, said in enumerate(told) if said is not None)
-        raise RuntimeError(f"pipe.step: rank {engine.groups.job.global_ranks[rank]} has failed in {told[rank]}")
-
-    def _tensor_ranks_failed(self) -> bool:
-        """Called by a rank that has. One that fails alone leaves the others inside a layer, waiting for it: they hear
-        of it when its process ends, so it must not go on."""
-        if self.mesh.tensor == 1:
-            return True
-        group = self.mesh.along(TENSOR).get_group()
-        store = dist.PrefixStore(f"zerofold/stages/{group.group_name}", dist.distributed_c10d._get_default_store())
-        key, until = str(self._rounds), time.monotonic() + _OTHERS_FAIL_S
-        count = store.add(key, 1)
-        while count < self.mesh.tensor and time.monotonic() < until:
-            time.sleep(0.05)
-            count = store.add(key, 0)
-        return count >= self.mesh.tensor
 
     # what is sent
 

@@ -19,6 +19,8 @@ class ScheduleKind:
     """Two stages a rank, there and back: the first rank has the first stage and the last one."""
     needs_filling: bool = False
     """At least as many micro-batches as stages."""
+    splits_backward: bool = False
+    """Gradients of weights come after those of inputs, in a backward of their own."""
     has_rounds: bool = False
     """Micro-batches come in equal rounds of about as many as there are ranks."""
 
@@ -34,8 +36,10 @@ SCHEDULES = {
     "gpipe": ScheduleKind("ScheduleGPipe"),
     "1f1b": ScheduleKind("Schedule1F1B", needs_filling=True),
     "interleaved": ScheduleKind("ScheduleInterleaved1F1B", has_chunks=True, has_rounds=True),
-    "zero_bubble": ScheduleKind("ScheduleInterleavedZeroBubble", has_chunks=True, has_rounds=True),
-    "zbv": ScheduleKind("ScheduleZBVZeroBubble", has_chunks=True, is_v=True),
+    "zero_bubble": ScheduleKind(
+        "ScheduleInterleavedZeroBubble", has_chunks=True, splits_backward=True, has_rounds=True
+    ),
+    "zbv": ScheduleKind("ScheduleZBVZeroBubble", has_chunks=True, is_v=True, splits_backward=True),
 }
 
 

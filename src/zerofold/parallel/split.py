@@ -117,6 +117,7 @@ def cut_in_place(model: nn.Module, anatomy: Anatomy, stages: tuple[Stage, ...], 
     has_first, has_last = stages[0].rank == rank, stages[-1].rank == rank
     places = places_of(model, {*anatomy.blocks.values(), *anatomy.before.values(), *anatomy.after.values()})
     tied = _tied(anatomy)
+    _check_blocks_share_nothing(anatomy, stages)
     stage_of = [stage for stage in stages for _ in range(stage.first, stage.stop)]
     blocks, before = [], []
     for index, (name, block) in enumerate(anatomy.blocks.items()):
@@ -166,6 +167,20 @@ def _tied(anatomy: Anatomy) -> tuple[Tied, ...]:
                     "on another stage: untie it"
                 )
     return tuple(each for key, each in held.items() if key in after)
+
+
+def _check_blocks_share_nothing(anatomy: Anatomy, stages: tuple[Stage, ...]) -> None:
+    """With a block of another rank: each would train a copy of its own."""
+    found: dict[int, tuple[str, int]] = {}
+    ranks = [stage.rank for stage in stages for _ in range(stage.first, stage.stop)]
+    for rank, (name, block) in zip(ranks, anatomy.blocks.items(), strict=True):
+        for attribute, p in block.named_parameters():
+            path, other = found.setdefault(id(p), (f"{name}.{attribute}", rank))
+            if other != rank:
+                raise ValueError(
+                    f"pipeline: '{path}' is also '{name}.{attribute}', in a block of another stage, and each would "
+                    "train its own: untie them, or put both blocks into one stage with split="
+                )
 
 
 def _shared(module: nn.Module, tied: tuple[Tied, ...]) -> dict[str, nn.Parameter]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.pipelining import PipelineStage
 
 from zerofold.parallel.schedules import ScheduleKind
@@ -17,6 +18,7 @@ from zerofold.parallel.stand_ins import Failure, Reached
 from zerofold.timing import OTHER, Tape
 
 LossFn = Callable[[Any, Any], Tensor]
+_REENTRANT = "CheckpointFunctionBackward"  # as autograd knows torch's checkpoints with use_reentrant=True
 WAIT_UNIT = "pipeline"  # as the ledger calls what is waited for between a stage's micro-batches
 
 
@@ -50,6 +52,8 @@ class StageModule(nn.Module):
         self.batches: list[MicroBatch] = []
         self.number = 0  # of the one that runs: torch's schedules see numbers alone, so inputs may be anything
         self.stream: Stream | None = None
+        self.splits_backward = False
+        self._has_looked = False  # whether it can be split
         self.goes_on: Callable[[], bool] = lambda: True
         """Whether all ranks that share this stage's layers have failed as well: else they wait for this one."""
 
@@ -81,7 +85,7 @@ class StageModule(nn.Module):
         try:
             output = self.model(*batch.args, **batch.kwargs)
         except Reached as reached:
-            return self._checked(reached.stream)
+            return self._splittable(self._checked(reached.stream))
         finally:
             course.received = course.stop = None
             self.split.seat(None)
@@ -91,7 +95,18 @@ class StageModule(nn.Module):
                 "be called, in order (no early exit, no layer drop)"
             )
         self._check_received()
-        return torch.stack([self._loss(output, batch.target)])
+        return self._splittable(torch.stack([self._loss(output, batch.target)]))
+
+    def _splittable(self, output: Tensor) -> Tensor:
+        """Looks once: torch would fail in the backward of one rank, and the others wait for it."""
+        if self.splits_backward and not self._has_looked and output.grad_fn is not None:
+            if any(node.name() == _REENTRANT for node in _graph(output.grad_fn)):
+                raise ValueError(
+                    f"stage {self.stage.index} has checkpoints with use_reentrant=True, whose backward cannot be split "
+                    "as schedule='zero_bubble' and 'zbv' do: pass use_reentrant=False, or use schedule='1f1b'"
+                )
+            self._has_looked = True
+        return output
 
     def _checked(self, stream: Tensor) -> Tensor:
         self._check_received()
@@ -101,7 +116,9 @@ class StageModule(nn.Module):
                 f"stage {self.stage.index} would send {tuple(stream.shape)} in {stream.dtype}, but blocks get "
                 f"{tuple(expected.shape)} in {expected.dtype}: a pipeline needs blocks that return what they take"
             )
-        return stream.contiguous()
+        # No copy, and no view to autograd: zero-bubble schedules detach outputs in place, which it forbids for views.
+        whole = stream.contiguous()
+        return torch.ops.aten._unsafe_view(whole, whole.shape) if whole._is_view() else whole
 
     def _check_received(self) -> None:
         if self.stage.first > 0 and not self.split.course.was_received:
@@ -119,6 +136,17 @@ class StageModule(nn.Module):
                 f"pipeline: {who} returned {what}: a scalar loss is needed; pass loss_fn=(output, target) -> loss"
             )
         return loss.reshape(()).float()
+
+
+def _graph(root: Node) -> Iterator[Node]:
+    """Every node that the output of `root` depends on."""
+    seen, ahead = {root}, [root]
+    while ahead:
+        node = ahead.pop()
+        yield node
+        found = {inner for inner, _ in node.next_functions if inner is not None} - seen
+        seen |= found
+        ahead += found
 
 
 class _TorchStage(PipelineStage):

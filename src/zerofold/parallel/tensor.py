@@ -15,13 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from zerofold.agree import agree
+from zerofold.engine import Engine
 from zerofold.groups import make_control
 from zerofold.parallel.alike import FirstForward, own_random_state, share_random_state
 from zerofold.parallel.known import Wish, plan_for
 from zerofold.parallel.local import View, Views, is_in_a_graph, keep, part_of_placement
 from zerofold.parallel.marks import TensorSpread, was_spread
 from zerofold.parallel.mesh import TENSOR, Mesh
+from zerofold.parallel.same_cut import check_same_cut
 from zerofold.part import Part, part_of, set_part
+from zerofold.refusals import state_dict_of_parts
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -63,12 +66,14 @@ def tensor_parallel(
         axis = mesh.along(TENSOR)
         wish = Wish(mesh.tensor, sequence_parallel, loss_parallel)
         chosen = agree(control, lambda: _chosen(model, plan, wish))
+        check_same_cut(control, model, mesh, chosen, wish)
         _share_values(model, axis)
         agree(control, lambda: _apply(model, axis, chosen))
     finally:
         dist.destroy_process_group(control.group)
     sequence, words = (mesh.tensor if wished else 1 for wished in (sequence_parallel, loss_parallel))
     TensorSpread(mesh.tensor, sequence, words).leave_on(model)
+    model.register_state_dict_pre_hook(_refuse_parts)
     share_random_state(axis)
     FirstForward(model, axis)
     return model
@@ -106,6 +111,7 @@ def take_in(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
     _mark_whole(model, axis)
     _share_values(model, axis)  # torch has cut some layers, and left others to each rank's own seed
     TensorSpread(mesh.tensor).leave_on(model)
+    model.register_state_dict_pre_hook(_refuse_parts)
     FirstForward(model, axis)
     return made
 
@@ -143,6 +149,8 @@ def rebase(optimizer: torch.optim.Optimizer, made: Mapping[int, nn.Parameter]) -
 def _check(model: nn.Module, plan: Mapping[str, ParallelStyle] | None, wish: Wish) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if Engine.is_on(model):
+        raise ValueError("this model is already sharded: call zf.tensor_parallel before zf.prepare or zf.shard")
     if is_tensor_parallel(model):
         raise ValueError(
             "this model is spread over a tensor axis already (zf.pipeline and zf.prepare do it where nobody has): call "
@@ -173,6 +181,14 @@ def _check(model: nn.Module, plan: Mapping[str, ParallelStyle] | None, wish: Wis
 def _chosen(model: nn.Module, plan: Mapping[str, ParallelStyle] | None, wish: Wish) -> Mapping[str, ParallelStyle]:
     _check(model, plan, wish)
     return plan_for(model, wish) if plan is None else plan
+
+
+def _refuse_parts(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Before `zf.prepare` and after `zf.close` too: a part under the name of the whole would be taken for it."""
+    for name, parameter in model.named_parameters():
+        part = part_of(parameter)
+        if part is not None and part.is_cut:
+            raise RuntimeError(state_dict_of_parts(name, part))
 
 
 def _share_values(model: nn.Module, axis: DeviceMesh) -> None:

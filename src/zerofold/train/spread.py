@@ -92,9 +92,17 @@ def filled(shares: Shares, pipeline: int, *, is_given: bool) -> Shares:
         return shares
     if not is_given and shares.accumulate == 1 and not shares.micro % pipeline:
         return Shares(shares.micro // pipeline, shares.ranks, pipeline)
-    if shares.accumulate < pipeline:
+    if shares.accumulate >= pipeline:
+        return shares
+    needs = f"--pipeline {pipeline} needs at least {pipeline} micro-batches, one for each stage"
+    if is_given:
         raise ValueError(
-            f"--accumulate {shares.accumulate} leaves some of {pipeline} stages without work: the micro-batches of a "
-            f"pipeline must be at least as many; use --accumulate {pipeline}"
+            f"{needs}, and a step has {shares.accumulate} of {shares.micro} sequences on a rank: use --accumulate "
+            f"{pipeline} or more"
         )
-    return shares
+    fitting = next((count for count in range(pipeline, shares.micro + 1) if shares.micro % count == 0), None)
+    how = "" if fitting is None else f"use --accumulate {fitting}, or "
+    raise ValueError(
+        f"{needs}, and the {shares.micro} sequences of a rank do not divide by {pipeline}: {how}choose a "
+        f"--global-batch that is a multiple of {pipeline * shares.ranks}"
+    )
