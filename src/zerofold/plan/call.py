@@ -209,6 +209,9 @@ def _offloaded(wanted: Point, machine: Machine) -> Iterator[Point]:
     yield replace(wanted, stage="3", tiers=_HOST_ALL)
     if machine.disk:
         yield replace(wanted, stage="3", tiers=_DISK_ALL)
+    if wanted.accumulate > 1:  # whole sums stay on the device, and go down once
+        yield replace(wanted, stage="1", tiers=_HOST_OPTIMIZER)
+        yield replace(wanted, stage="1", auto=True)
     yield replace(wanted, stage="3", auto=True)
 
 

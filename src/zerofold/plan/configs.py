@@ -41,7 +41,8 @@ def _offload(point: Point, memory: Memory | None) -> dict[str, Any]:
         found: dict[str, Any] = {"optimizer": "auto"}
         if memory is not None:
             lines = ("activation checkpoints", "working activations", "logits", "local gradients")
-            found["reserve"] = sum(memory.device.get(line, 0) for line in lines)
+            # The engine's rule counts one gradient of what stays, so room for the sums beside it must be kept too.
+            found["reserve"] = sum(memory.device.get(line, 0) for line in lines) + memory.sums
             if any(memory.disk.values()):
                 found["path"] = DISK_FOLDER
         return found

@@ -139,6 +139,10 @@ class Memory:
     """Of the gradients: what lies in one block, with what rounds each slab up in it."""
     reserve: int = 0
     """Kept free besides the peak: memory between tensors that none of them can use."""
+    sums: int = 0
+    """Of the gradients: whole sums of micro-batches, beside those that the optimizer reads."""
+    shares: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of the elements of gradients and parameters, those on the host and on the disk."""
 
     @property
     def device_need(self) -> int:
