@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from typer.testing import CliRunner
 import zerofold as zf
 from zerofold.bench.gpt import GPTSize
 from zerofold.config import resolve
+from zerofold.placement import Tier, Tiers
 from zerofold.plan.command import plan_command
 from zerofold.plan.configs import ds_config, native
 from zerofold.plan.formulas import Formulas
 from zerofold.plan.held import ranks_of
+from zerofold.plan.machine import GIB
 from zerofold.plan.memory import LINES, memory
 from zerofold.plan.page import PEAK
+from zerofold.plan.predict import predict
 from zerofold.plan.presets import preset, preset_names
 from zerofold.plan.result import Plan
 from zerofold.plan.shape import ModelShape
@@ -305,3 +309,26 @@ def test_a_shape_of_ones_own() -> None:
     shape: ModelShape = plan_of_a_gpt().model
     found = zf.plan(shape, world_size=8)
     assert found.stages[3].memory == memory(shape, found.machine, found.stages[3].point)
+
+
+def test_the_ds_config_of_tiers_without_names_is_the_nearest_and_says_what_it_costs(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    result = invoke("--layers", "4", "--hidden", "8192", "--heads", "4", "--seq", "256", "--preset", "4090",
+                    "--host-memory", "60GiB", "--json", "--config", str(file))  # fmt: skip
+    chosen = json.loads(result.stdout)["recommended"]
+    assert chosen["tiers"] == "auto"
+    zero = json.loads(file.read_text())["zero_optimization"]
+    tiers = Tiers(Tier.HOST, Tier.HOST, Tier.HOST if "offload_param" in zero else Tier.DEVICE)
+    part = zero["offload_optimizer"].get("ratio", 1.0)
+    found = zf.plan(
+        layers=4, hidden=8192, heads=4, seq=256, machine="4090", host_memory=60 * GIB, world_size=1
+    )  # the same again, for its model and machine
+    said = predict(found.model, found.machine, replace(found.recommended.point, auto=False, tiers=tiers, part=part))
+    assert said.fits
+    assert f"{said.times.step:.3g} s a step instead of {chosen['step_seconds']:.3g}" in chosen["ds_config_note"]
+    assert chosen["ds_config_note"] in result.stderr
+    whole = replace(said.point, part=1.0, tiers=Tiers(Tier.HOST, Tier.HOST, Tier.HOST))
+    assert said.times.step <= predict(found.model, found.machine, whole).times.step
+    read = resolve(json.loads(file.read_text()), world=1, device=torch.device("cpu"))
+    assert read.offload is not None
+    assert read.offload["optimizer"] == (part if part < 1 else "host")

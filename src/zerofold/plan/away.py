@@ -37,11 +37,11 @@ class Away(NamedTuple):
 
 def away_of(point: Point, memory: Memory | None) -> Away:
     """By the tiers that were named; or, where the plan chose them unit by unit, by what it put there."""
-    if not point.auto:
+    if not point.auto and point.part == 1:
         tiers = point.tiers
         return Away(*(_share(tier) for tier in (tiers.optimizer, tiers.gradients, tiers.parameters)))
     if memory is None:
-        raise ValueError("offload='auto' needs the bytes by tier, from which its shares are known; give memory=")
+        raise ValueError("tiers that differ between units need the bytes by tier: give memory=")
     gradients, parameters = (Shares(*memory.shares[state]) for state in ("gradients", "parameters"))
     return Away(_by_bytes(memory, "optimizer"), gradients, parameters)
 

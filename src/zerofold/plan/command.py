@@ -152,6 +152,8 @@ def plan_command(
         write_plan_page(found, html)
     if config is not None:
         config.write_text(json.dumps(found.ds_config, indent=2) + "\n")
+        if found.ds_config_note:
+            typer.echo(f"{config}: {found.ds_config_note}", err=True)
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:

@@ -63,7 +63,7 @@ def by_tier(
     elif point.auto:
         placed = _auto(units, ranks, machine, taken, activations)
     else:
-        placed = [{point.tiers: unit.shape.count} for unit in units]
+        placed = [{point.tiers: unit.shape.count} for unit in units] if point.part == 1 else _part(units, point)
     for unit, some in zip(units, placed, strict=True):
         for tiers, times in some.items():
             if not tiers.is_offloaded:
@@ -74,6 +74,18 @@ def by_tier(
                 for state, number in states.items():
                     found[tier][state] += number * times
     return Tiered(found, placed)
+
+
+def _part(units: Sequence[HeldUnit], point: Point) -> list[dict[Tiers, int]]:
+    """The last units, so that nearest to a part of the elements go (`zerofold.offload.placing.first_offloaded`)."""
+    wanted = point.part * sum(unit.size.trained * unit.shape.count for unit in units)
+    found: list[dict[Tiers, int]] = []
+    for unit in reversed(units):
+        one = unit.size.trained
+        gone = min(unit.shape.count, math.floor(wanted / one + 0.5)) if one and wanted > 0 else 0
+        wanted -= gone * one
+        found.append({tiers: n for tiers, n in ((Tiers(), unit.shape.count - gone), (point.tiers, gone)) if n})
+    return found[::-1]
 
 
 def _auto(

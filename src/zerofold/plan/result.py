@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from zerofold.placement import row
@@ -11,6 +12,7 @@ from zerofold.plan.advice import Advice, searched_sentence
 from zerofold.plan.configs import ds_config, native
 from zerofold.plan.held import ranks_of, widths_of
 from zerofold.plan.machine import GB, Machine
+from zerofold.plan.named import named_costs, nearest_named
 from zerofold.plan.pipelining import bubble_part, chunks_of, in_flight
 from zerofold.plan.point import Prediction, degrees_in_words, name_of
 from zerofold.plan.shape import ModelShape
@@ -62,9 +64,21 @@ class Plan:
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        """The same as a ds_config.json."""
-        found = self.recommended
+        """The same as a ds_config.json, or the nearest that one can say: `ds_config_note` has what that costs."""
+        found = self.named
         return {} if found is None else ds_config(found.point, ranks_of(self.machine, found.point))
+
+    @cached_property
+    def named(self) -> Prediction | None:
+        """What the ds_config comes to: what is recommended, where its tiers have names there."""
+        found = self.recommended
+        return None if found is None else nearest_named(self.model, self.machine, found)
+
+    @property
+    def ds_config_note(self) -> str:
+        """In a sentence, what the ds_config costs against the recommendation; nothing where it is the same."""
+        found, named = self.recommended, self.named
+        return "" if found is None or named is None else named_costs(found, named)
 
     @property
     def mesh(self) -> dict[str, Any]:
@@ -149,6 +163,7 @@ class Plan:
                 "reason": self.advice.reason,
                 "config": self.config,
                 "ds_config": self.ds_config,
+                "ds_config_note": self.ds_config_note,
             },
             "advice": list(self.advice.sentences),
             "search": None

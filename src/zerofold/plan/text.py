@@ -73,6 +73,8 @@ class Shown(Protocol):
     def config(self) -> dict[str, Any]: ...
     @property
     def ds_config(self) -> dict[str, Any]: ...
+    @property
+    def ds_config_note(self) -> str: ...
 
 
 def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
@@ -105,6 +107,8 @@ def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
             said = (f"{name}={'mesh' if name == 'partition' else repr(value)}" for name, value in kept.items())
             console.print(f"  zf.checkpoint_blocks(model, {', '.join(said)})", soft_wrap=True)
         console.print(f"  ds_config.json: {json.dumps(plan.ds_config)}", soft_wrap=True)
+        if plan.ds_config_note:
+            console.print(f"  ({plan.ds_config_note})", soft_wrap=True)
     return out.getvalue()
 
 
