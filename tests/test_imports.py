@@ -95,6 +95,7 @@ ROOMS = [
     "plan.configs",
     "plan.text",
     "plan.result",
+    "plan.given",
     "plan.call",
     "observe",
     "simulation",

@@ -217,16 +217,23 @@ def test_a_function_is_built_on_the_meta_device(tmp_path: Path, monkeypatch: pyt
     ("arguments", "hint"),
     [
         ([], "nothing is given"),
-        (["--params", "1e9", "--layers", "3"], "both params and layers"),
+        (["--params", "1e9", "--layers", "3"], "both --params and --layers"),
         (["--params", "1e16"], "from 1e3 to 1e+15"),
-        (["--layers", "3", "--hidden", "64"], "add heads"),
-        (["--layers", "3", "--hidden", "64", "--heads", "5"], "does not divide into heads=5"),
+        (["--layers", "3", "--hidden", "64"], "add --heads"),
+        (["--layers", "3", "--hidden", "64", "--heads", "5"], "does not divide into --heads 5"),
         (["--params", "1e9", "--preset", "A100"], "did you mean 'A100-40' or 'A100-80'?"),
-        (["--params", "1e9", "--precision", "bf8"], "precision='bf8'"),
+        (["--params", "1e9", "--precision", "bf8"], "--precision bf8"),
         (["--params", "1e9", "--device-memory", "many"], "--device-memory='many' is no size"),
         (["--params", "1e9", "--world-size", "6", "--group", "4"], "does not divide the 6"),
-        (["--params", "1e9", "--checkpoint-every", "1000"], "checkpoint_every=1000"),
+        (["--params", "1e9", "--checkpoint-every", "1000"], "--checkpoint-every 1000"),
         (["--params", "1e9", "--path", "/tmp"], "needs --this-machine"),
+        (["--params", "1e9", "--world-size", "8", "--global-batch", "100"], "give a multiple of 8"),
+        (["--params", "1e9", "--global-batch", "100", "--accumulate", "2"], "--micro-batch and --accumulate"),
+        (["--params", "1e9", "--keep", "nvme"], "--keep nvme needs a disk, and this machine has none; give --disk"),
+        (["--params", "1e9", "--tensor", "3", "--world-size", "8"], "--tensor 3 and --pipeline 1 do not divide"),
+        (["--params", "1e9", "--preset", "H100", "--this-machine"], "leave one of them out"),
+        (["--layers", "2", "--hidden", "64", "--heads", "2", "--device-memory", "80"], "write 80GB"),
+        (["--model", "x", "--vocab", "5"], "--vocab 5 is of a GPT given by its numbers, and --model has its own"),
         (["--params", "1e9", "--config", "/no/such/folder/ds_config.json"], "there is no folder"),
         (["--model", "/no/such/folder"], "no config.json"),
         (["--function", "no_colon"], "must be module:function"),
@@ -332,3 +339,33 @@ def test_the_ds_config_of_tiers_without_names_is_the_nearest_and_says_what_it_co
     read = resolve(json.loads(file.read_text()), world=1, device=torch.device("cpu"))
     assert read.offload is not None
     assert read.offload["optimizer"] == (part if part < 1 else "host")
+
+
+def test_a_global_batch_is_divided_as_is_fastest() -> None:
+    """Against all divisions of the 64 samples of a rank; few fit whole."""
+    given = {"params": 3e9, "world_size": 4, "machine": "A100-40"}
+    found = zf.plan(**given, global_batch=256)
+    for chosen in (*found.stages, *found.offloaded):
+        assert chosen.point.samples == 64
+        fitting = [
+            each.times.step
+            for each in (
+                predict(found.model, found.machine, replace(chosen.point, micro_batch=size, accumulate=64 // size))
+                for size in (1, 2, 4, 8, 16, 32, 64)
+            )
+            if each.fits
+        ]
+        assert chosen.fits == bool(fitting)
+        if fitting:
+            assert chosen.times.step == min(fitting)
+    best = found.recommended
+    assert best is not None
+    assert best.point.micro_batch > 1
+    assert best.point.accumulate > 1
+    written = found.ds_config
+    assert written["train_micro_batch_size_per_gpu"] == best.point.micro_batch
+    assert written["gradient_accumulation_steps"] == best.point.accumulate == found.config["accumulate"]
+    searched = found.searched.best
+    assert searched is not None
+    assert searched.point.samples * 4 == 256 * searched.point.tensor * searched.point.pipeline
+    assert f"micro-batches of {best.point.micro_batch} samples, {best.point.accumulate} to a step" in found.text()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +21,7 @@ from zerofold.plan.presets import changed, preset, preset_names
 from zerofold.plan.sliders import write_plan_page
 
 _NARROWEST, _WIDEST = 80, 100  # columns
+_LEAST_MEMORY = 2**24
 _PRESETS = ", ".join(preset_names())
 
 
@@ -37,6 +41,9 @@ def plan_command(
     group: Annotated[int, typer.Option(min=0, help="Ranks in a group of hsdp and hpz; those of a node.")] = 0,
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples of a rank in one forward.")] = 1,
     accumulate: Annotated[int, typer.Option(min=1, help="Backwards that make a step.")] = 1,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a step over all ranks; chooses the two above for every row.")
+    ] = None,
     checkpoint_every: Annotated[
         int, typer.Option(min=0, help="Keep the input of every k-th block for backward; 0 keeps everything.")
     ] = 1,
@@ -70,7 +77,9 @@ def plan_command(
     ] = False,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or tf32.")] = "bf16",
     flash: Annotated[bool, typer.Option(help="Attention's weights are computed again in backward, not kept.")] = True,
-    machine: Annotated[str, typer.Option("--preset", help=f"Devices by name: {_PRESETS}.")] = DEFAULT_PRESET,
+    machine: Annotated[
+        str | None, typer.Option("--preset", help=f"Devices by name: {_PRESETS}; {DEFAULT_PRESET}.")
+    ] = None,
     measured: Annotated[
         bool, typer.Option("--this-machine", help="Measure this machine instead; takes a few seconds.")
     ] = False,
@@ -106,7 +115,9 @@ def plan_command(
       zerofold plan --function my_models:build --this-machine --run
     """
     try:
-        fleet = _fleet(machine, measured, path, world_size, link_inside, link_across)
+        fleet = _fleet(machine or DEFAULT_PRESET, measured, path, world_size, link_inside, link_across)
+        if measured and machine is not None:
+            raise ValueError(f"--preset {machine} and --this-machine are two machines; leave one of them out")
         for file in (html, config):
             if file is not None and not file.absolute().parent.is_dir():
                 raise ValueError(f"there is no folder {file.absolute().parent} to write {file.name} into")
@@ -124,6 +135,7 @@ def plan_command(
             gpus_per_node=gpus_per_node,
             micro_batch=micro_batch,
             accumulate=accumulate,
+            global_batch=global_batch,
             checkpoint_every=checkpoint_every,
             keep=keep,
             partition=partition,
@@ -146,7 +158,7 @@ def plan_command(
         if config is not None and found.recommended is None:
             raise ValueError(f"nothing fits, so there is no config to write to {config}: {found.advice.sentences[0]}")
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {as_options(str(error), _ARGUMENTS)}", err=True)
         raise typer.Exit(2) from None
     if html is not None:
         write_plan_page(found, html)
@@ -161,8 +173,31 @@ def plan_command(
         typer.echo(found.text(width=max(_NARROWEST, min(_WIDEST, columns))), nl=False)
 
 
+_ARGUMENTS = {name: f"--{name.replace('_', '-')}" for name in inspect.signature(plan).parameters}
+_ARGUMENTS["machine"] = "--preset"
+
+
+def as_options(message: str, options: Mapping[str, str]) -> str:
+    """A message that speaks of arguments, for whoever has given options.
+
+    >>> as_options("keep='nvme' needs disk=, not tensor=2", {"keep": "--keep", "disk": "--disk", "tensor": "--tensor"})
+    '--keep nvme needs --disk, not --tensor 2'
+    """
+    names = "|".join(sorted(options, key=len, reverse=True))
+    quoted = re.sub(rf"(?<![\w'\"-])({names})='([^']*)'", r"\1=\2", message).replace("=True", "=")
+    return re.sub(
+        rf"(?<![\w'\"-])({names})=(?=([^\s,;:)]?))", lambda found: options[found[1]] + (" " if found[2] else ""), quoted
+    )
+
+
 def _size(option: str, text: str | None) -> int | None:
-    return None if text is None else read_size(option, int(text) if text.isdigit() else text)
+    if text is None:
+        return None
+    found = read_size(option, int(text) if text.isdigit() else text)
+    if found < _LEAST_MEMORY and (found or option == "--device-memory"):
+        unit = f"; write {text}GB" if text.isdigit() else ""
+        raise ValueError(f"{option} {text} is {found} bytes, too little for any model{unit}")
+    return found
 
 
 def _fleet(

@@ -28,12 +28,14 @@ class Searched:
     tried: int = 0
     larger: str = ""
     """What the next larger model needs, in a sentence."""
+    samples: int | None = None
+    """Of a step of all ranks, where it was given."""
     is_done: bool = True
     """There was something to search with: activations are known."""
 
     @property
     def sentence(self) -> str:
-        return searched_sentence(self.best, self.tried) if self.is_done else ""
+        return searched_sentence(self.best, self.tried, self.samples) if self.is_done else ""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Plan:
     """The memory model of ZeRO-Infinity for a transformer, where its numbers are known."""
     remake: Callable[[int], ModelShape] | None = field(default=None, compare=False, repr=False)
     """The model with sequences of another length, where it is made by formula."""
+    global_batch: int | None = None
+    """Samples of a step of all ranks, where these were given and each row has divided them for itself."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -84,7 +88,7 @@ class Plan:
     def mesh(self) -> dict[str, Any]:
         """How the devices are divided, and what a pipeline of them costs: the part of a step in which a stage waits for
         others, and the micro-batches whose activations the first stage keeps at once."""
-        point = self.stages[0].point
+        point = (self.recommended or self.stages[0]).point
         return {
             "data": ranks_of(self.machine, point).data,
             "tensor": point.tensor,
@@ -100,7 +104,7 @@ class Plan:
     @property
     def mesh_sentences(self) -> list[str]:
         """Nothing where all devices are data-parallel ranks."""
-        point, mesh = self.stages[0].point, self.mesh
+        point, mesh = (self.recommended or self.stages[0]).point, self.mesh
         if point.tensor * point.pipeline == 1:
             return []
         found = [f"{self.machine.devices} devices: data {mesh['data']}, {degrees_in_words(point)}"]
@@ -153,6 +157,7 @@ class Plan:
                 "disk_bytes": self.machine.disk,
             },
             "mesh": self.mesh,
+            "global_batch": self.global_batch,
             "counted": "model_state_bytes and its parts as the ZeRO paper counts; held_bytes as zerofold holds them",
             "stages": [self._row(each) for each in self.stages],
             "offloaded": [self._row(each) for each in self.offloaded],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from zerofold.plan.formulas import Inputs
@@ -23,7 +24,9 @@ def write_plan_page(plan: Plan, file: Path) -> None:
 
 def sliders_of_plan(plan: Plan) -> list[Slider]:
     """Devices and the micro-batch; the length of a sequence where the model is made by formula."""
-    return sliders_of(plan.machine, plan.stages[0].point, None if plan.remake is None else plan.model.tokens)
+    return sliders_of(
+        plan.machine, (plan.recommended or plan.stages[0]).point, None if plan.remake is None else plan.model.tokens
+    )
 
 
 def rows_of_plan(plan: Plan) -> list[Row]:
@@ -32,4 +35,7 @@ def rows_of_plan(plan: Plan) -> list[Row]:
 
     points = [found.point for found in (*plan.stages, *plan.offloaded)]
     chosen = None if plan.recommended is None else plan.recommended.point
+    if plan.global_batch is not None:  # rows that divide it in other ways are compared at one batch, which moves
+        like = chosen or points[0]
+        points = [replace(each, micro_batch=like.micro_batch, accumulate=like.accumulate) for each in points]
     return rows_of(points, shape_at, plan.machine, recommended=chosen)

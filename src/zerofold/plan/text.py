@@ -14,6 +14,7 @@ from rich.table import Table
 from zerofold.placement import Tier
 from zerofold.plan.advice import Advice
 from zerofold.plan.configs import checkpoint_arguments
+from zerofold.plan.dividing import in_words
 from zerofold.plan.machine import GB, Machine
 from zerofold.plan.point import Prediction
 from zerofold.plan.shape import ModelShape
@@ -101,7 +102,8 @@ def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
     if plan.recommended is not None:
         config = plan.config
         shown = ", ".join(f"{name}={value!r}" for name, value in config.items() if name != "mesh")
-        console.print(f"\n  zf.prepare(model, optimizer, {shown}{_mesh_argument(config)})", soft_wrap=True)
+        console.print(f"\n  # {in_words(plan.recommended.point)}", soft_wrap=True)
+        console.print(f"  zf.prepare(model, optimizer, {shown}{_mesh_argument(config)})", soft_wrap=True)
         kept = checkpoint_arguments(plan.recommended.point)
         if kept:
             said = (f"{name}={'mesh' if name == 'partition' else repr(value)}" for name, value in kept.items())
@@ -158,6 +160,9 @@ def _time_table(rows: Sequence[Prediction], *, with_all: bool) -> Table:
     table = Table(title="a step", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("row", no_wrap=True)
     table.add_column("states", no_wrap=True)
+    batches = len({(each.point.micro_batch, each.point.accumulate) for each in rows}) > 1
+    if batches:
+        table.add_column("batch", justify="right", no_wrap=True)
     shown = ("GB sent", "compute s", "waits s", "update s", "step s", "eff.", "samples/s")
     for heading in shown if with_all else (*shown[:3], "step s", "samples/s"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -168,6 +173,7 @@ def _time_table(rows: Sequence[Prediction], *, with_all: bool) -> Table:
         table.add_row(
             found.point.stage,
             _tiers(found) if is_away else "device",
+            *([f"{found.point.micro_batch}x{found.point.accumulate}"] if batches else []),
             _gb(sum(found.traffic.bytes.values())),
             _number(times.compute),
             _number(sum(times.exposed.values())),
