@@ -88,6 +88,7 @@ ROOMS = [
     "compat",
     "fsdp",
     "plan.tracing",
+    "plan.users",
     "plan.sources",
     "plan.measure",
     "plan.trial",

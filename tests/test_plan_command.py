@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,8 @@ def test_a_config_that_cannot_be_used(tmp_path: Path) -> None:
     for text, hint in (
         ("{", "is no config.json"),
         ("{}", "has no model_type"),
+        ("[]", "config.json is no config.json: it has a list"),
+        ('{"model_type": "gpt2", "n_head": 7, "n_embd": 768}', "config.json: `embed_dim` must be divisible"),
         ('{"model_type": "nobody"}', "cannot be built"),
         ('{"model_type": "whisper"}', "--function module:function"),
     ):
@@ -369,3 +372,26 @@ def test_a_global_batch_is_divided_as_is_fastest() -> None:
     assert searched is not None
     assert searched.point.samples * 4 == 256 * searched.point.tensor * searched.point.pipeline
     assert f"micro-batches of {best.point.micro_batch} samples, {best.point.accumulate} to a step" in found.text()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def build(): raise KeyError('oops')", "it raised KeyError: 'oops' (broken_model.py, line 2)"),
+        ("def build(): return nn.Linear(2, 2), lambda batch: batch[0]", "the example raised TypeError"),
+        ("def build(): return nn.Linear(2, 2), torch.zeros(2)", "the example is a Tensor; return the model, or the"),
+        ("def build(): return 3", "returned a int; return the model, or the model and its example"),
+        ("raise RuntimeError('no')", "importing it raised RuntimeError: no (broken_model.py, line 2)"),
+    ],
+)
+def test_what_a_users_function_does_wrong_is_one_line(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_model.py").write_text(f"import torch; from torch import nn\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_model", raising=False)
+    result = invoke("--function", "broken_model:build")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --function broken_model:build")
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

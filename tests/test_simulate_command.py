@@ -101,9 +101,11 @@ def test_both_engines_on_the_cpu() -> None:
         (["--latency-inside", "soon"], "write 5us"),
         (["--latency-inside", ".."], "write 5us"),
         (["--latency-inside", "1e400"], "write 5us"),
-        (["--plot", "curve.pdf"], "must end in .png or .svg"),
-        (["--plot", "no/such/folder/curve.png"], "there is no folder no/such/folder"),
+        (["--scaling", "weak", "--plot", "curve.pdf"], "must end in .png or .svg"),
+        (["--scaling", "weak", "--plot", "no/such/folder/curve.png"], "there is no folder no/such/folder"),
         (["--worlds", "1,x", "--scaling", "weak"], "whole numbers with commas"),
+        (["--worlds", "8"], "--worlds 8 is of a curve over numbers of ranks; add --scaling weak or strong"),
+        (["--plot", "curve.png"], "add --scaling"),
         (["--model", "nowhere"], "config.json"),
         (["--model", "no_such_module:build"], "no_such_module"),
         (["--engine", "both"], "--device cuda"),
@@ -141,6 +143,6 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr("zerofold.simulation.curves.simulate", lambda *_, **__: pytest.fail("it was simulated"))
-    result = run(*SMALL, "--plot", str(tmp_path / "curve.png"))
+    result = run(*SMALL, "--scaling", "weak", "--plot", str(tmp_path / "curve.png"))
     assert result.exit_code == 2
     assert "pip install matplotlib" in result.stderr

@@ -34,7 +34,11 @@ def plan_command(
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample; 2048, or what the model allows.")] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face folder, or a config.json.")] = None,
     function: Annotated[
-        str | None, typer.Option(help="module:function that builds the model, or it and an example of its inputs.")
+        str | None,
+        typer.Option(
+            help="module:function that returns the model, or the model and an example: a function of the batch size "
+            "that returns forward's arguments as a dict."
+        ),
     ] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="N: devices; 1, or those of this machine.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node; the preset's.")] = None,

@@ -48,7 +48,7 @@ class Larger:
     @property
     def sentence(self) -> str:
         count = self.model.parameters
-        name = f"Twice the blocks ({f'{count / 1e9:.3g}e9' if count < 1e12 else f'{count / 1e12:.4g}e12'} parameters)"
+        name = f"Twice the blocks ({_count(count)} parameters)"
         if not self.changes:
             return f"{name} would not fit with {FACTORS[-1]} times as much of any one thing."
         if self.changes[0].name == "nothing":
@@ -168,6 +168,17 @@ def _deeper(activity: Activity, model: ModelShape, times: int) -> Activity:
         moments[number] = replace(moment, alive=moment.alive + more, repeats=repeats)
     kept = activity.checkpoints
     return replace(activity, moments=tuple(moments), checkpoints=PerSample(kept.fixed * times, kept.each * times))
+
+
+def _count(number: float) -> str:
+    """
+    >>> _count(6_830_000), _count(13.8e9), _count(2.0001e15)
+    ('6.83e6', '13.8e9', '2000e12')
+    """
+    for power in (12, 9, 6, 3):
+        if number >= 10**power:
+            return f"{number / 10**power:.{4 if power == 12 else 3}g}e{power}"
+    return f"{number:.0f}"
 
 
 def _in_words(point: Point) -> str:
