@@ -146,3 +146,20 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     result = run(*SMALL, "--scaling", "weak", "--plot", str(tmp_path / "curve.png"))
     assert result.exit_code == 2
     assert "pip install matplotlib" in result.stderr
+
+
+def test_a_function_whose_model_takes_other_arguments_is_told_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other_forward.py").write_text(
+        "from torch import nn\n\n\ndef build():\n    return nn.Linear(2, 2)\n\n\ndef bad():\n    raise KeyError('oops')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, said in (
+        ("build", "its forward takes (input: torch.Tensor) -> torch.Tensor, and is called with tokens and targets"),
+        ("bad", "it raised KeyError: 'oops' (other_forward.py, line 9)"),
+    ):
+        result = run("--model", f"other_forward:{name}")
+        assert result.exit_code == 2
+        assert said in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1

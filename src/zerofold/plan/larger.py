@@ -8,7 +8,7 @@ from typing import Any
 
 from zerofold.placement import row
 from zerofold.plan.ground import ground_of
-from zerofold.plan.machine import GIB, Machine
+from zerofold.plan.machine import GB, Machine
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Point, degrees_in_words, name_of
 from zerofold.plan.predict import lacks
@@ -35,7 +35,7 @@ class Change:
         if self.name == "devices":
             return f"{self.needed} devices instead of {self.now}"
         what = {"device_memory": "of memory on each device", "host_memory": "of host memory in a node"}
-        return f"{self.needed / GIB:.0f} GiB {what.get(self.name, 'of disk in a node')} instead of {self.now / GIB:.0f}"
+        return f"{self.needed / GB:.0f} GB {what.get(self.name, 'of disk in a node')} instead of {self.now / GB:.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from zerofold.plan.formulas import Inputs
 from zerofold.plan.page import Row, Slider, rows_of, sliders_of, write_page
+from zerofold.plan.point import name_of
 from zerofold.plan.result import Plan
 from zerofold.plan.shape import ModelShape
+from zerofold.plan.text import config_lines
 
 
 def write_plan_page(plan: Plan, file: Path) -> None:
     """One HTML file: bars for every row, and sliders whose numbers are those of `zf.plan`."""
     more = {
         "lead": " ".join(plan.advice.sentences),
-        "notes": [*plan.model.notes, *plan.mesh_sentences],
+        "notes": [*plan.model.notes, *plan.mesh_sentences, *_left_out(plan)],
         "reason": plan.advice.reason,
         "device_memory": plan.machine.device_memory,
     }
+    if plan.recommended is not None:
+        more["chosen"] = name_of(plan.recommended.point)
+        more["config"] = config_lines(plan, plan.recommended)
     write_page({**plan.to_dict(), **more}, file, rows=rows_of_plan(plan), sliders=sliders_of_plan(plan))
+
+
+def _left_out(plan: Plan) -> Iterator[str]:
+    """Of the rows that the command shows, or would show."""
+    auto = list(dict.fromkeys(found.point.stage for found in plan.offloaded if found.point.auto))
+    if auto:
+        yield (
+            f"Not on this page: stage {' and '.join(auto)} with tiers chosen unit by unit, which follows no formula; "
+            "zerofold plan has it in its tables."
+        )
+    if not plan.machine.disk:
+        yield "No disk was given (--disk), so no row has states on one."
 
 
 def sliders_of_plan(plan: Plan) -> list[Slider]:

@@ -196,7 +196,10 @@ def build_function(name: str, seq: int | None = None) -> Traced:
 def _shape(built: Traced, name: str, source: str, precision: str, checkpoint_every: Sequence[int]) -> ModelShape:
     if built.example is None:
         counted = shape_of_model(built.model, name)
-        note = "no example of its inputs was given, so activations are not counted"
+        note = (
+            "no example of its inputs was given, so activations are not counted, and times are a guess: arithmetic by "
+            f"the number of parameters, {built.tokens} token{'s' * (built.tokens > 1)} a sample"
+        )
         return replace(counted, source=source, tokens=built.tokens, notes=(note,))
     intervals = sorted({0, *checkpoint_every})
     try:
