@@ -27,7 +27,7 @@ def predict(
     >>> from zerofold.plan.transformer import from_parameters
     >>> found = predict(from_parameters(70e9), preset("H100", devices=8), Point(stage="3", checkpoint_every=1))
     >>> found.fits, found.lacks
-    (False, 'device memory: 151.8 GB needed, 82.5 there')
+    (False, 'device memory: 151.9 GB needed, 82.5 there')
     """
     found = memory if memory is not None else memory_of(model, machine, point)
     sent = traffic(model, machine, point)
