@@ -53,7 +53,7 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "fix"),
     [
-        (["--stage", "7"], "0, 1, 2, 3"),
+        (["--stage", "7"], "choose 0, 1, 2 or 3"),
         (["--hidden", "100", "--heads", "6"], "use hidden 96"),
         (["--nproc", "0"], "use 1 or more"),
         (["--steps", "0"], "at least 1"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ from typer.testing import CliRunner
 import zerofold as zf
 from zerofold.bench.gpt import GPTSize
 from zerofold.config import resolve
+from zerofold.placement import Tier, Tiers
 from zerofold.plan.command import plan_command
 from zerofold.plan.configs import ds_config, native
 from zerofold.plan.formulas import Formulas
 from zerofold.plan.held import ranks_of
+from zerofold.plan.machine import GIB
 from zerofold.plan.memory import LINES, memory
 from zerofold.plan.page import PEAK
+from zerofold.plan.predict import predict
 from zerofold.plan.presets import preset, preset_names
 from zerofold.plan.result import Plan
 from zerofold.plan.shape import ModelShape
@@ -213,17 +218,24 @@ def test_a_function_is_built_on_the_meta_device(tmp_path: Path, monkeypatch: pyt
     ("arguments", "hint"),
     [
         ([], "nothing is given"),
-        (["--params", "1e9", "--layers", "3"], "both params and layers"),
+        (["--params", "1e9", "--layers", "3"], "both --params and --layers"),
         (["--params", "1e16"], "from 1e3 to 1e+15"),
-        (["--layers", "3", "--hidden", "64"], "add heads"),
-        (["--layers", "3", "--hidden", "64", "--heads", "5"], "does not divide into heads=5"),
+        (["--layers", "3", "--hidden", "64"], "add --heads"),
+        (["--layers", "3", "--hidden", "64", "--heads", "5"], "does not divide into --heads 5"),
         (["--params", "1e9", "--preset", "A100"], "did you mean 'A100-40' or 'A100-80'?"),
-        (["--params", "1e9", "--precision", "bf8"], "precision='bf8'"),
+        (["--params", "1e9", "--precision", "bf8"], "--precision bf8"),
         (["--params", "1e9", "--device-memory", "many"], "--device-memory='many' is no size"),
         (["--params", "1e9", "--world-size", "6", "--group", "4"], "does not divide the 6"),
-        (["--params", "1e9", "--checkpoint-every", "1000"], "checkpoint_every=1000"),
+        (["--params", "1e9", "--checkpoint-every", "1000"], "--checkpoint-every 1000"),
         (["--params", "1e9", "--path", "/tmp"], "needs --this-machine"),
         (["--params", "1e9", "--config", "/dev/null/folder/ds_config.json"], "/dev/null/folder cannot be made"),
+        (["--params", "1e9", "--world-size", "8", "--global-batch", "100"], "give a multiple of 8"),
+        (["--params", "1e9", "--global-batch", "100", "--accumulate", "2"], "--micro-batch and --accumulate"),
+        (["--params", "1e9", "--keep", "nvme"], "--keep nvme needs a disk, and this machine has none; give --disk"),
+        (["--params", "1e9", "--tensor", "3", "--world-size", "8"], "--tensor 3 and --pipeline 1 do not divide"),
+        (["--params", "1e9", "--preset", "H100", "--this-machine"], "leave one of them out"),
+        (["--layers", "2", "--hidden", "64", "--heads", "2", "--device-memory", "80"], "write 80GB"),
+        (["--model", "x", "--vocab", "5"], "--vocab 5 is of a GPT given by its numbers, and --model has its own"),
         (["--model", "/no/such/folder"], "no config.json"),
         (["--function", "no_colon"], "must be module:function"),
         (["--function", "no_such_module:build"], "No module named"),
@@ -243,6 +255,8 @@ def test_a_config_that_cannot_be_used(tmp_path: Path) -> None:
     for text, hint in (
         ("{", "is no config.json"),
         ("{}", "has no model_type"),
+        ("[]", "config.json is no config.json: it has a list"),
+        ('{"model_type": "gpt2", "n_head": 7, "n_embd": 768}', "config.json: `embed_dim` must be divisible"),
         ('{"model_type": "nobody"}', "cannot be built"),
         ('{"model_type": "whisper"}', "--function module:function"),
     ):
@@ -305,3 +319,79 @@ def test_a_shape_of_ones_own() -> None:
     shape: ModelShape = plan_of_a_gpt().model
     found = zf.plan(shape, world_size=8)
     assert found.stages[3].memory == memory(shape, found.machine, found.stages[3].point)
+
+
+def test_the_ds_config_of_tiers_without_names_is_the_nearest_and_says_what_it_costs(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    result = invoke("--layers", "4", "--hidden", "8192", "--heads", "4", "--seq", "256", "--preset", "4090",
+                    "--host-memory", "60GiB", "--json", "--config", str(file))  # fmt: skip
+    chosen = json.loads(result.stdout)["recommended"]
+    assert chosen["tiers"] == "auto"
+    zero = json.loads(file.read_text())["zero_optimization"]
+    tiers = Tiers(Tier.HOST, Tier.HOST, Tier.HOST if "offload_param" in zero else Tier.DEVICE)
+    part = zero["offload_optimizer"].get("ratio", 1.0)
+    found = zf.plan(
+        layers=4, hidden=8192, heads=4, seq=256, machine="4090", host_memory=60 * GIB, world_size=1
+    )  # the same again, for its model and machine
+    said = predict(found.model, found.machine, replace(found.recommended.point, auto=False, tiers=tiers, part=part))
+    assert said.fits
+    assert f"{said.times.step:.3g} s a step instead of {chosen['step_seconds']:.3g}" in chosen["ds_config_note"]
+    assert chosen["ds_config_note"] in result.stderr
+    whole = replace(said.point, part=1.0, tiers=Tiers(Tier.HOST, Tier.HOST, Tier.HOST))
+    assert said.times.step <= predict(found.model, found.machine, whole).times.step
+    read = resolve(json.loads(file.read_text()), world=1, device=torch.device("cpu"))
+    assert read.offload is not None
+    assert read.offload["optimizer"] == (part if part < 1 else "host")
+
+
+def test_a_global_batch_is_divided_as_is_fastest() -> None:
+    """Against all divisions of the 64 samples of a rank; few fit whole."""
+    given = {"params": 3e9, "world_size": 4, "machine": "A100-40"}
+    found = zf.plan(**given, global_batch=256)
+    for chosen in (*found.stages, *found.offloaded):
+        assert chosen.point.samples == 64
+        fitting = [
+            each.times.step
+            for each in (
+                predict(found.model, found.machine, replace(chosen.point, micro_batch=size, accumulate=64 // size))
+                for size in (1, 2, 4, 8, 16, 32, 64)
+            )
+            if each.fits
+        ]
+        assert chosen.fits == bool(fitting)
+        if fitting:
+            assert chosen.times.step == min(fitting)
+    best = found.recommended
+    assert best is not None
+    assert best.point.micro_batch > 1
+    assert best.point.accumulate > 1
+    written = found.ds_config
+    assert written["train_micro_batch_size_per_gpu"] == best.point.micro_batch
+    assert written["gradient_accumulation_steps"] == best.point.accumulate == found.config["accumulate"]
+    searched = found.searched.best
+    assert searched is not None
+    assert searched.point.samples * 4 == 256 * searched.point.tensor * searched.point.pipeline
+    assert f"micro-batches of {best.point.micro_batch} samples, {best.point.accumulate} to a step" in found.text()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def build(): raise KeyError('oops')", "it raised KeyError: 'oops' (broken_model.py, line 2)"),
+        ("def build(): return nn.Linear(2, 2), lambda batch: batch[0]", "the example raised TypeError"),
+        ("def build(): return nn.Linear(2, 2), torch.zeros(2)", "the example is a Tensor; return the model, or the"),
+        ("def build(): return 3", "returned a int; return the model, or the model and its example"),
+        ("raise RuntimeError('no')", "importing it raised RuntimeError: no (broken_model.py, line 2)"),
+    ],
+)
+def test_what_a_users_function_does_wrong_is_one_line(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_model.py").write_text(f"import torch; from torch import nn\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_model", raising=False)
+    result = invoke("--function", "broken_model:build")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --function broken_model:build")
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

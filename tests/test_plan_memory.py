@@ -236,6 +236,55 @@ def test_offloaded_states_are_where_the_ledger_finds_them(ranks: Any, world: int
         assert predicted.device["optimizer"] == pytest.approx(optimizer, rel=0.02, abs=STEP_NUMBERS), case
 
 
+def waiting_on_the_device(stages: list[str], accumulate: int) -> list[tuple[int, int]]:
+    """The most that local sums took beside gradients on the host, and what the plan has for them."""
+    found = []
+    for stage in stages:
+        model = MODELS["gpt"]()
+        model, _ = zf.prepare(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            stage=stage,
+            precision="bf16",
+            accumulate=accumulate,
+            offload={"optimizer": "host"},
+        )
+        engine, most = Engine.of(model), 0
+        for batch in batches(accumulate):
+            _loss(model, batch).backward()
+            waiting = [slab.gradients._local for slab in engine.slabs()]
+            most = max(most, sum(each.nbytes for some in waiting for each in some if each is not None))
+        units = {
+            unit.name: [Parameter(e.parameter.numel(), e.wants_gradient) for slab in unit.slabs for e in slab.entries]
+            for unit in engine.units
+        }
+        said = [
+            predicted_for(
+                units,
+                row=engine.row,
+                ranks=dist.get_world_size(),
+                precision="bf16",
+                accumulate=times,
+                tiers=engine.offloading.tiers,
+            )
+            for times in (accumulate, 1)
+        ]
+        lines_of = [each.device["local gradients"] for each in said]
+        found.append((most, lines_of[0] - lines_of[1]))
+        zf.close(model)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_sums_wait_on_the_device_for_a_host_that_has_the_gradients(ranks: Any, accumulate: int, world: int) -> None:
+    """Rows 0 and 1 send them down once a step, rows 2 and 3 with every micro-batch."""
+    found = ranks(world, waiting_on_the_device, ["0", "1", "2", "3"], accumulate)[0]
+    for measured, said in found:
+        assert measured == said
+    assert [measured > 0 for measured, _ in found] == [True, True, False, False]
+
+
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_frozen_tied_and_nested_parameters_to_the_byte(ranks: Any, world: int) -> None:
     """What is frozen counts where a unit is fetched; the units around one are gathered with it."""

@@ -200,7 +200,7 @@ def test_the_command_shows_the_mesh_and_its_costs() -> None:
         ({"tensor": 2, "pipeline": 3}, "do not divide 8 devices"),
         ({"pipeline": 8, "schedule": "interleaved", "chunks": 4}, "needs at least 32 blocks"),
         ({"schedule": "2f2b", "pipeline": 2}, "choose gpipe, 1f1b, interleaved, zero_bubble or zbv"),
-        ({"partition": True}, "tensor is 1"),
+        ({"partition": True}, "tensor=1"),
         ({"partition": True, "tensor": 2, "sequence_parallel": True}, "nothing to cut"),
         ({"keep": "attic"}, "keep='attic' is not known"),
         ({"keep": "host", "checkpoint_every": 0}, "add checkpoint_every=1"),

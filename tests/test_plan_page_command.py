@@ -99,3 +99,31 @@ def test_the_page_says_what_the_command_says(page: Page, tmp_path: Path, config:
     for position in POSITIONS if has_sequence else POSITIONS[1:3]:  # a trace takes seconds
         compare(page, file, model, position, has_sequence=has_sequence)
     page.assert_sound(file)
+
+
+def test_the_page_tells_the_choice_its_config_and_when_they_are_of_other_numbers(page: Page, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    given = ["--params", "7.5e9", "--world-size", "64", "--tensor", "2"]
+    chosen = planned(*given)["recommended"]
+    assert invoke(*given, "--html", str(file)).exit_code == 0
+    page.open(file)
+    text = "document.getElementById('{}').innerText"
+    assert page.js(text.format("chosen")) == f"stage {chosen['stage']}"
+    config = page.js(text.format("config"))
+    assert json.dumps(chosen["ds_config"]) in config
+    assert f"stage={chosen['config']['stage']}" in config
+    body = page.js("document.body.innerText")
+    assert "Not on this page: stage 3 with tiers chosen unit by unit" in body
+    assert "No disk was given (--disk)" in body
+    is_hidden = "document.getElementById('moved').hidden"
+    highlighted = "document.querySelectorAll('.row.recommended').length"
+    assert (page.js(is_hidden), page.js(highlighted)) == (True, 1)
+    type_in(page, "devices", 63)
+    assert (page.js(is_hidden), page.js(highlighted)) == (False, 0)
+    assert "devices must be a multiple of 2: tensor 2" in page.js(text.format("bars"))
+    type_in(page, "devices", 64)
+    assert (page.js(is_hidden), page.js(highlighted)) == (True, 1)
+    is_cut = (
+        "(() => { const box = document.getElementById('numbers'); return box.scrollWidth > box.clientWidth + 1 })()"
+    )
+    assert page.js("document.getElementById('aside').hidden") != page.js(is_cut)

@@ -9,15 +9,16 @@ from dataclasses import replace
 import pytest
 from tests.plan_models import H200, gpt
 
-from zerofold.placement import row
+from zerofold.placement import Tier, row
 from zerofold.plan.ground import ground_of
 from zerofold.plan.machine import GB, GIB, Link, Machine
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Prediction
 from zerofold.plan.predict import lacks, predict
+from zerofold.plan.presets import preset
 from zerofold.plan.search import AWAY, Search, SearchResult, search, states_fit, weighed
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
-from zerofold.plan.space import Space
+from zerofold.plan.space import ROWS, Space
 from zerofold.plan.times import times
 
 CLUSTER = replace(H200, name="cluster", devices=1024, device_memory=80 * GIB, host_memory=1000 * GIB, disk=8000 * GB)
@@ -109,6 +110,25 @@ def test_the_choice_is_that_of_trying_every_point(first: int, count: int) -> Non
     assert len(chosen) >= 3  # the machines differ enough to ask for different answers
     assert len(kept) >= 3  # and keep checkpoints in different places
     assert nothing < 0.6 * count
+
+
+def test_a_rank_alone_has_the_best_of_all_rows() -> None:
+    """Those that the space leaves out as equal are tried too. Of two devices, each has half of the blocks."""
+    card = replace(preset("4090"), host_memory=60 * GIB, disk=1000 * GB)
+    model = gpt(layers=4, hidden=8192, heads=4, vocab=50304, tokens=256, intervals=(1,))
+    for devices, samples in ((1, 1), (1, 8), (1, 32), (2, 32)):
+        machine = replace(card, devices=devices)
+        space = Space(model=model, machine=machine, global_samples=samples, tensor=(1,), pipeline=(devices,))
+        every = []
+        for group in space.groups():
+            members = {replace(each, stage="3") for each in space.members(group)}
+            for point in (replace(each, stage=stage) for each in members for stage in ROWS):
+                if point.tiers.parameters is Tier.DEVICE or row(point.stage).parameters.is_cut:
+                    every.append(predict(model, machine, point))
+        best = min(weighed(1 / each.samples_per_second, each.point) for each in every if each.fits)
+        found = searched(space, 1).best
+        assert found is not None
+        assert weighed(1 / found.samples_per_second, found.point) == pytest.approx(best, rel=1e-9), samples
 
 
 def test_seventy_billion_on_1024_devices() -> None:

@@ -102,9 +102,11 @@ def test_both_engines_on_the_cpu() -> None:
         (["--latency-inside", "soon"], "write 5us"),
         (["--latency-inside", ".."], "write 5us"),
         (["--latency-inside", "1e400"], "write 5us"),
-        (["--plot", "curve.pdf"], "must end in .png or .svg"),
-        (["--plot", "/dev/null/folder/curve.png"], "/dev/null/folder cannot be made"),
+        (["--scaling", "weak", "--plot", "curve.pdf"], "must end in .png or .svg"),
+        (["--scaling", "weak", "--plot", "/dev/null/folder/curve.png"], "/dev/null/folder cannot be made"),
         (["--worlds", "1,x", "--scaling", "weak"], "whole numbers with commas"),
+        (["--worlds", "8"], "--worlds 8 is of a curve over numbers of ranks; add --scaling weak or strong"),
+        (["--plot", "curve.png"], "add --scaling"),
         (["--model", "nowhere"], "config.json"),
         (["--model", "no_such_module:build"], "no_such_module"),
         (["--engine", "both"], "--device cuda"),
@@ -142,6 +144,23 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr("zerofold.simulation.curves.simulate", lambda *_, **__: pytest.fail("it was simulated"))
-    result = run(*SMALL, "--plot", str(tmp_path / "curve.png"))
+    result = run(*SMALL, "--scaling", "weak", "--plot", str(tmp_path / "curve.png"))
     assert result.exit_code == 2
     assert "pip install matplotlib" in result.stderr
+
+
+def test_a_function_whose_model_takes_other_arguments_is_told_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other_forward.py").write_text(
+        "from torch import nn\n\n\ndef build():\n    return nn.Linear(2, 2)\n\n\ndef bad():\n    raise KeyError('oops')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, said in (
+        ("build", "its forward takes (input: torch.Tensor) -> torch.Tensor, and is called with tokens and targets"),
+        ("bad", "it raised KeyError: 'oops' (other_forward.py, line 9)"),
+    ):
+        result = run("--model", f"other_forward:{name}")
+        assert result.exit_code == 2
+        assert said in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1

@@ -79,10 +79,12 @@ def _spent(found: Prediction) -> str:
     return f"{computing}; the most of the rest, {_seconds(others[most])}, is {_WAITS[most]}."
 
 
-def searched_sentence(best: Prediction | None, tried: int) -> str:
-    """What the search found, where the batch, the checkpoints and the degrees are free too."""
+def searched_sentence(best: Prediction | None, tried: int, samples: int | None = None) -> str:
+    """What the search found, where the batch (or how `samples` of all ranks make one), the checkpoints and the degrees
+    are free too."""
+    batch = "batch" if samples is None else f"{samples} samples to a step, and micro-batch"
     if best is None:
-        return "With any batch, checkpoints, tensor and pipeline degree: nothing fits either."
+        return f"With {batch}, checkpoints, tensor and pipeline degree free: nothing fits either."
     point = best.point
     kept = (
         f"the input of every {point.checkpoint_every} blocks kept"
@@ -91,7 +93,7 @@ def searched_sentence(best: Prediction | None, tried: int) -> str:
     )
     degrees = f", {degrees_in_words(point)}" if point.tensor * point.pipeline > 1 else ""
     return (
-        f"With batch, checkpoints and degrees free, the most samples a second: {name_of(point)}{degrees}, "
+        f"With {batch}, checkpoints and degrees free, the most samples a second: {name_of(point)}{degrees}, "
         f"micro-batches of {point.micro_batch}, {point.accumulate} to a step, {kept}: "
         f"{_seconds(best.times.step)} a step, {best.samples_per_second:.3g} samples a second ({tried} points tried)."
     )

@@ -36,20 +36,21 @@ class Away(NamedTuple):
 
 
 def away_of(point: Point, memory: Memory | None) -> Away:
-    """By the tiers that were named; or, where the plan chose them unit by unit, by the bytes that it put there."""
-    if not point.auto:
+    """By the tiers that were named; or, where the plan chose them unit by unit, by what it put there."""
+    if not point.auto and point.part == 1:
         tiers = point.tiers
         return Away(*(_share(tier) for tier in (tiers.optimizer, tiers.gradients, tiers.parameters)))
     if memory is None:
-        raise ValueError("offload='auto' needs the bytes by tier, from which its shares are known; give memory=")
-    return Away(*(_measured(memory, state) for state in ("optimizer", "gradients", "parameters")))
+        raise ValueError("tiers that differ between units need the bytes by tier: give memory=")
+    gradients, parameters = (Shares(*memory.shares[state]) for state in ("gradients", "parameters"))
+    return Away(_by_bytes(memory, "optimizer"), gradients, parameters)
 
 
 def _share(tier: Tier) -> Shares:
     return Shares(float(tier is Tier.HOST), float(tier is Tier.NVME))
 
 
-def _measured(memory: Memory, state: str) -> Shares:
+def _by_bytes(memory: Memory, state: str) -> Shares:
     found = [float(lines.get(state, 0)) for lines in (memory.device, memory.host, memory.disk)]
     everything = sum(found)
     return Shares(found[1] / everything, found[2] / everything) if everything else Shares()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +22,7 @@ from zerofold.plan.presets import changed, preset, preset_names
 from zerofold.plan.sliders import write_plan_page
 
 _NARROWEST, _WIDEST = 80, 100  # columns
+_LEAST_MEMORY = 2**24
 _PRESETS = ", ".join(preset_names())
 
 
@@ -31,13 +35,20 @@ def plan_command(
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample; 2048, or what the model allows.")] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face folder, or a config.json.")] = None,
     function: Annotated[
-        str | None, typer.Option(help="module:function that builds the model, or it and an example of its inputs.")
+        str | None,
+        typer.Option(
+            help="module:function that returns the model, or the model and an example: a function of the batch size "
+            "that returns forward's arguments as a dict."
+        ),
     ] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="N: devices; 1, or those of this machine.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node; the preset's.")] = None,
     group: Annotated[int, typer.Option(min=0, help="Ranks in a group of hsdp and hpz; those of a node.")] = 0,
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples of a rank in one forward.")] = 1,
     accumulate: Annotated[int, typer.Option(min=1, help="Backwards that make a step.")] = 1,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a step over all ranks; chooses the two above for every row.")
+    ] = None,
     checkpoint_every: Annotated[
         int, typer.Option(min=0, help="Keep the input of every k-th block for backward; 0 keeps everything.")
     ] = 1,
@@ -71,7 +82,9 @@ def plan_command(
     ] = False,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or tf32.")] = "bf16",
     flash: Annotated[bool, typer.Option(help="Attention's weights are computed again in backward, not kept.")] = True,
-    machine: Annotated[str, typer.Option("--preset", help=f"Devices by name: {_PRESETS}.")] = DEFAULT_PRESET,
+    machine: Annotated[
+        str | None, typer.Option("--preset", help=f"Devices by name: {_PRESETS}; {DEFAULT_PRESET}.")
+    ] = None,
     measured: Annotated[
         bool, typer.Option("--this-machine", help="Measure this machine instead; takes a few seconds.")
     ] = False,
@@ -107,7 +120,9 @@ def plan_command(
       zerofold plan --function my_models:build --this-machine --run
     """
     try:
-        fleet = _fleet(machine, measured, path, world_size, link_inside, link_across)
+        if measured and machine is not None:
+            raise ValueError(f"--preset {machine} and --this-machine are two machines; leave one of them out")
+        fleet = _fleet(machine or DEFAULT_PRESET, measured, path, world_size, link_inside, link_across)
         make_folder_of(html, "--html")
         make_folder_of(config, "--config")
         found = plan(
@@ -124,6 +139,7 @@ def plan_command(
             gpus_per_node=gpus_per_node,
             micro_batch=micro_batch,
             accumulate=accumulate,
+            global_batch=global_batch,
             checkpoint_every=checkpoint_every,
             keep=keep,
             partition=partition,
@@ -146,12 +162,14 @@ def plan_command(
         if config is not None and found.recommended is None:
             raise ValueError(f"nothing fits, so there is no config to write to {config}: {found.advice.sentences[0]}")
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {as_options(str(error), _ARGUMENTS)}", err=True)
         raise typer.Exit(2) from None
     if html is not None:
         write_plan_page(found, html)
     if config is not None:
         config.write_text(json.dumps(found.ds_config, indent=2) + "\n")
+        if found.ds_config_note:
+            typer.echo(f"{config}: {found.ds_config_note}", err=True)
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:
@@ -159,8 +177,31 @@ def plan_command(
         typer.echo(found.text(width=max(_NARROWEST, min(_WIDEST, columns))), nl=False)
 
 
+_ARGUMENTS = {name: f"--{name.replace('_', '-')}" for name in inspect.signature(plan).parameters}
+_ARGUMENTS["machine"] = "--preset"
+
+
+def as_options(message: str, options: Mapping[str, str]) -> str:
+    """A message that speaks of arguments, for whoever has given options.
+
+    >>> as_options("keep='nvme' needs disk=, not tensor=2", {"keep": "--keep", "disk": "--disk", "tensor": "--tensor"})
+    '--keep nvme needs --disk, not --tensor 2'
+    """
+    names = "|".join(sorted(options, key=len, reverse=True))
+    quoted = re.sub(rf"(?<![\w'\"-])({names})='([^']*)'", r"\1=\2", message).replace("=True", "=")
+    return re.sub(
+        rf"(?<![\w'\"-])({names})=(?=([^\s,;:)]?))", lambda found: options[found[1]] + (" " if found[2] else ""), quoted
+    )
+
+
 def _size(option: str, text: str | None) -> int | None:
-    return None if text is None else read_size(option, int(text) if text.isdigit() else text)
+    if text is None:
+        return None
+    found = read_size(option, int(text) if text.isdigit() else text)
+    if found < _LEAST_MEMORY and (found or option == "--device-memory"):
+        unit = f"; write {text}GB" if text.isdigit() else ""
+        raise ValueError(f"{option} {text} is {found} bytes, too little for any model{unit}")
+    return found
 
 
 def _fleet(

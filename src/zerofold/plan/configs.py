@@ -41,7 +41,8 @@ def _offload(point: Point, memory: Memory | None) -> dict[str, Any]:
         found: dict[str, Any] = {"optimizer": "auto"}
         if memory is not None:
             lines = ("activation checkpoints", "working activations", "logits", "local gradients")
-            found["reserve"] = sum(memory.device.get(line, 0) for line in lines)
+            # The engine's rule counts one gradient of what stays, so room for the sums beside it must be kept too.
+            found["reserve"] = sum(memory.device.get(line, 0) for line in lines) + memory.sums
             if any(memory.disk.values()):
                 found["path"] = DISK_FOLDER
         return found
@@ -57,7 +58,7 @@ def _offload(point: Point, memory: Memory | None) -> dict[str, Any]:
 
 
 def ds_config(point: Point, ranks: Ranks) -> dict[str, Any]:
-    """The same as a ds_config.json; what it cannot say (automatic tiers, "dp") becomes the nearest that it can."""
+    """The same as a ds_config.json, of a point whose tiers have names (`zerofold.plan.named`); "dp" becomes stage 0."""
     placed = row(point.stage)
     zero: dict[str, Any] = {"stage": 3 if placed.parameters.is_cut else int(point.stage) if point.stage != "dp" else 0}
     if placed.copy is not None:
@@ -65,11 +66,11 @@ def ds_config(point: Point, ranks: Ranks) -> dict[str, Any]:
     elif placed.reduces_across:
         zero["mics_shard_size"] = ranks.group
     tiers = point.tiers
-    optimizer = Tier.HOST if point.auto else tiers.optimizer
-    parameters = Tier.HOST if point.auto and placed.parameters.is_cut else tiers.parameters
-    for key, tier in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+    for key, tier in (("offload_optimizer", tiers.optimizer), ("offload_param", tiers.parameters)):
         if tier is not Tier.DEVICE:
             zero[key] = {"device": _DEEPSPEED[tier]} | ({"nvme_path": DISK_FOLDER} if tier is Tier.NVME else {})
+    if point.part < 1:
+        zero["offload_optimizer"]["ratio"] = point.part
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": point.micro_batch,
         "gradient_accumulation_steps": point.accumulate,

@@ -1,16 +1,13 @@
-"""What one rank holds of every unit: states by the memory they are in, what gathering takes, local gradients."""
+"""What one rank holds of every unit: its states, what gathering takes, local gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from zerofold.offload.budget import Budget
-from zerofold.offload.plan import try_place
-from zerofold.offload.sizes import ByTier, UnitSize, bytes_of
-from zerofold.offload.wishes import AUTO, Offload
+from zerofold.offload.sizes import UnitSize
 from zerofold.placement import INSIDE, Cut, Row, Tier, Tiers, row
 from zerofold.plan.followed import greatest, greatest_common_divisor, least
 from zerofold.plan.machine import Machine
@@ -23,7 +20,6 @@ UPDATE_RING = 17 * 2**26
 """Bytes of the device: four chunks of 2**24 parameters on their way through it, where their states live elsewhere."""
 STEP_BYTES = 4
 """Of the number of steps that an optimizer keeps for each parameter."""
-_MOST_PLACED = 64
 _AWAY = Tiers(Tier.HOST, Tier.HOST, Tier.HOST)
 ARENA_ALIGNMENT = 512
 """Bytes: where a slab's gradients begin in the block of `contiguous_gradients`, as CUDA's allocator starts its own."""
@@ -171,10 +167,11 @@ def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_byt
     slabs = slabs_of(unit, placed, widths, ranks.optimizer_cut, built_bytes=built_bytes)
     parameters = gradients = optimizer = 0.0
     arena = 0
-    trained = kept(placed, widths, alone=ranks.alone, accumulate=point.accumulate)
+    in_pipeline = point.pipeline > 1 and not point.contiguous_gradients
+    trained = kept(placed, widths, alone=ranks.alone, accumulate=point.accumulate, in_pipeline=in_pipeline)
     frozen = kept(placed, replace(widths, has_master=False), alone=ranks.alone)
     copies = placed.copy is not None and ranks.group < ranks.data
-    sums_too = keeps_sums(placed, widths, alone=ranks.alone, accumulate=point.accumulate)
+    sums_too = has_both(placed, widths, point, alone=ranks.alone)
     for slab in slabs:
         each = trained if slab.is_trained else frozen
         parameters += each.whole.parameters * slab.size + each.shard.parameters * slab.shard
@@ -187,8 +184,8 @@ def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_byt
             if point.contiguous_gradients:
                 mean = -(-each.shard.gradients * slab.shard // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
                 # Where the flat gradient is whole and as wide, autograd adds up in it.
-                has_both = placed.optimizer.is_cut or widths.has_master
-                sums = -(-sums // ARENA_ALIGNMENT) * ARENA_ALIGNMENT if has_both else 0
+                is_apart = placed.optimizer.is_cut or widths.has_master
+                sums = -(-sums // ARENA_ALIGNMENT) * ARENA_ALIGNMENT if is_apart else 0
                 arena += math.trunc(mean + sums)
             gradients += mean + sums
             master = widths.master if widths.has_master else 0
@@ -280,105 +277,7 @@ def local_gradients(unit: HeldUnit, ranks: Ranks, widths: Widths, point: Point, 
     return made * (2 if in_chunks else 1 + IN_FLIGHT)
 
 
-def stage_gradients(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point: Point) -> int:
-    """Whole sums of a pipeline stage, which wait for the one reduction after the last micro-batch. Rows whose gradients
-    are whole have them among their states; so has a rank alone."""
-    sums_too = keeps_sums(ranks.placed, widths, alone=ranks.alone, accumulate=point.accumulate)
-    if point.pipeline == 1 or ranks.alone or sums_too:
-        return 0
-    width = widths.compute if point.accumulate == 1 else widths.gradient
-    return sum(slab.numel * width * unit.shape.count for unit in units for slab in unit.slabs if slab.is_trained)
-
-
-@dataclass(frozen=True)
-class Tiered:
-    """States by memory."""
-
-    by_tier: ByTier
-    placed: Sequence[Mapping[Tiers, int]]
-    """How many of each unit are where."""
-
-    @property
-    def is_offloaded(self) -> bool:
-        return any(tiers.is_offloaded for each in self.placed for tiers in each)
-
-
-def by_tier(
-    units: Sequence[HeldUnit],
-    ranks: Ranks,
-    machine: Machine,
-    point: Point,
-    *,
-    taken: int,
-    activations: int,
-    given: Mapping[str, Tiers] | None = None,
-) -> Tiered:
-    """Where the states are. `taken`: device bytes that are no states; `activations`: those that must stay free;
-    `given`: tiers by unit, where they are known."""
-    found: ByTier = {tier: {"parameters": 0, "gradients": 0, "optimizer": 0} for tier in Tier}
-    if given:
-        placed: list[dict[Tiers, int]] = [{given.get(unit.shape.name, Tiers()): unit.shape.count} for unit in units]
-    elif point.auto:
-        placed = _auto(units, ranks, machine, taken, activations)
-    else:
-        placed = [{point.tiers: unit.shape.count} for unit in units]
-    for unit, some in zip(units, placed, strict=True):
-        for tiers, times in some.items():
-            if not tiers.is_offloaded:
-                for state, nbytes in unit.states._asdict().items():
-                    found[Tier.DEVICE][state] += math.trunc(nbytes) * times
-                continue
-            for tier, states in bytes_of(unit.size, tiers).items():
-                for state, number in states.items():
-                    found[tier][state] += number * times
-    return Tiered(found, placed)
-
-
-def _auto(
-    units: Sequence[HeldUnit], ranks: Ranks, machine: Machine, taken: int, activations: int
-) -> list[dict[Tiers, int]]:
-    """How many of each unit go where, by the rule that the engine uses; all to the host, where nothing fits.
-
-    Of very many equal units some are placed together: the engine's choice may differ by less than so many.
-    """
-    away = Tiers(Tier.HOST, Tier.HOST, Tier.HOST if ranks.placed.parameters.is_cut else Tier.DEVICE)
-    everything_away = [{away: unit.shape.count} for unit in units]
-    at_least = sum(_bytes(bytes_of(unit.size, away), Tier.DEVICE) * unit.shape.count for unit in units)
-    if taken + activations + at_least > machine.device_memory:
-        return everything_away
-    sizes, of_unit = [], {}
-    for index, unit in enumerate(units):
-        count, places = unit.shape.count, min(unit.shape.count, _MOST_PLACED)
-        for place in range(places):
-            together = count * (place + 1) // places - count * place // places
-            name = f"{index}.{place}"
-            of_unit[name] = index, together
-            size = unit.size
-            sizes.append(
-                replace(
-                    size,
-                    name=name,
-                    trained=size.trained * together,
-                    frozen=size.frozen * together,
-                    gathered_bytes=size.gathered_bytes * together,
-                )
-            )
-    budget = Budget(
-        machine.device_memory,
-        machine.host_memory // ranks.on_node,
-        machine.disk // ranks.on_node if machine.disk else None,
-        one_memory=machine.kind == "cpu",
-    )
-    wish = Offload(optimizer=AUTO, parameters=AUTO, path="disk" if machine.disk else None, reserve=activations)
-    plan = try_place(sizes, wish, budget, extra_device=taken)
-    if plan is None:
-        return everything_away
-    found: list[dict[Tiers, int]] = [{} for _ in units]
-    for name, (index, together) in of_unit.items():
-        times = found[index]
-        times[plan.tiers[name]] = times.get(plan.tiers[name], 0) + together
-    return found
-
-
-def _bytes(by_tier: ByTier, tier: Tier) -> int:
-    return sum(by_tier[tier].values())
+def has_both(placed: Row, widths: Widths, point: Point, *, alone: bool) -> bool:
+    """Whether what stays on the device has sums among its states, besides the gradient that the optimizer reads."""
+    in_pipeline = point.pipeline > 1 and not point.contiguous_gradients  # else its memory is there from the start
+    return keeps_sums(placed, widths, alone=alone, accumulate=point.accumulate, in_pipeline=in_pipeline)

@@ -8,7 +8,7 @@ from typing import Any
 
 from zerofold.placement import row
 from zerofold.plan.ground import ground_of
-from zerofold.plan.machine import GIB, Machine
+from zerofold.plan.machine import GB, Machine
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Point, degrees_in_words, name_of
 from zerofold.plan.predict import lacks
@@ -35,7 +35,7 @@ class Change:
         if self.name == "devices":
             return f"{self.needed} devices instead of {self.now}"
         what = {"device_memory": "of memory on each device", "host_memory": "of host memory in a node"}
-        return f"{self.needed / GIB:.0f} GiB {what.get(self.name, 'of disk in a node')} instead of {self.now / GIB:.0f}"
+        return f"{self.needed / GB:.0f} GB {what.get(self.name, 'of disk in a node')} instead of {self.now / GB:.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Larger:
     @property
     def sentence(self) -> str:
         count = self.model.parameters
-        name = f"Twice the blocks ({f'{count / 1e9:.3g}e9' if count < 1e12 else f'{count / 1e12:.4g}e12'} parameters)"
+        name = f"Twice the blocks ({_count(count)} parameters)"
         if not self.changes:
             return f"{name} would not fit with {FACTORS[-1]} times as much of any one thing."
         if self.changes[0].name == "nothing":
@@ -168,6 +168,17 @@ def _deeper(activity: Activity, model: ModelShape, times: int) -> Activity:
         moments[number] = replace(moment, alive=moment.alive + more, repeats=repeats)
     kept = activity.checkpoints
     return replace(activity, moments=tuple(moments), checkpoints=PerSample(kept.fixed * times, kept.each * times))
+
+
+def _count(number: float) -> str:
+    """
+    >>> _count(6_830_000), _count(13.8e9), _count(2.0001e15)
+    ('6.83e6', '13.8e9', '2000e12')
+    """
+    for power in (12, 9, 6, 3):
+        if number >= 10**power:
+            return f"{number / 10**power:.{4 if power == 12 else 3}g}e{power}"
+    return f"{number:.0f}"
 
 
 def _in_words(point: Point) -> str:

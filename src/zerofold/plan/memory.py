@@ -28,20 +28,20 @@ from zerofold.plan.held import (
     UPDATE_RING,
     HeldUnit,
     Ranks,
-    by_tier,
     fused_buffers,
     gathered_at_once,
     held_units,
     keeps_sent,
     local_gradients,
     ranks_of,
-    stage_gradients,
     widths_of,
 )
 from zerofold.plan.machine import Machine
+from zerofold.plan.placed import by_tier
 from zerofold.plan.point import Memory, Point
 from zerofold.plan.shape import ROOT, Activity, ModelShape, Moment, Phase
 from zerofold.plan.states import Widths
+from zerofold.plan.sums import sums_among_states, waiting_sums
 
 LIBRARY_WORKSPACES = 2 * 2**25
 """Of the matrix library on a GPU: one for the thread that runs forward, one for autograd's."""
@@ -93,7 +93,7 @@ class Parts:
     block: int = 0
     """Of inputs of checkpointed blocks, where they have one: it stays from step to step."""
     sums: int = 0
-    """Whole gradients of a pipeline stage, until all of its micro-batches are through."""
+    """Whole gradients that wait for the last micro-batch, where they are not among the gradients above."""
 
 
 def memory(
@@ -130,20 +130,22 @@ def memory(
     ring = UPDATE_RING if may_offload and not on_cpu else 0
     checkpoints, logits = trunc(activity.checkpoints.at(samples)), trunc(activity.logits.at(samples))
     alive = greatest(trunc(moment.alive.at(samples)) for moment in activity.moments)
-    sums = stage_gradients(units, ranks, widths, point)
-    most_local = sums + greatest(local_gradients(unit, ranks, widths, point, by_gloo=by_gloo) for unit in units)
+    sums = waiting_sums(units, ranks, widths, point)
+    local = greatest(local_gradients(unit, ranks, widths, point, by_gloo=by_gloo) for unit in units)
     tiered = by_tier(
         units,
         ranks,
         machine,
         point,
         taken=gathered + ring + buffers + workspaces + model.buffers,
-        activations=alive + most_local,
+        activations=alive + local + sums,
         given=tiers,
     )
     gathered = gathered_at_once(units, ranks, point, tiered.placed)
     if not tiered.is_offloaded:
         ring = 0
+    sums = waiting_sums(units, ranks, widths, point, tiered.placed)
+    most_local = local + sums
     states = tiered.by_tier[Tier.DEVICE]
     parts = Parts(
         parameters=states[PARAMETERS],
@@ -197,6 +199,8 @@ def memory(
             if tiers_of_some.gradients is Tier.DEVICE
         ),
         reserve=reserve,
+        sums=sums_among_states(units, ranks, widths, point, tiered.placed),
+        shares=tiered.shares(units),
     )
 
 
@@ -230,7 +234,7 @@ def _instants(
         name = unit.shape.name or "the root"
         alive, growth = trunc(moment.alive.at(samples)), abs(trunc(moment.growth.at(samples)))
         if moment.phase is Phase.FORWARD:
-            # A pipeline's first stage goes forward with the sums of earlier micro-batches.
+            # A pipeline's first stage, as others from the second micro-batch on, goes forward with earlier sums.
             gradients = parts.sums + (parts.gradients if parts.gradients_stay else 0)
             yield Instant(f"forward of {name}", base + gradients + parts.gathered + alive)
             continue

@@ -45,6 +45,8 @@ class Row:
     detail: str = ""
     bytes_at: Callable[[Inputs], Outputs]
     recommended: bool = False
+    needs: str = ""
+    """Of the sliders, for the row to be possible."""
 
     @property
     def key(self) -> str:
@@ -74,6 +76,8 @@ def write_page(plan: dict[str, Any], path: Path, *, rows: Sequence[Row] = (), sl
         "rows": _shown(rows, sliders) if rows else _of_stages(plan),
         "sliders": [asdict(slider) for slider in sliders],
         "recommended": str(plan.get("reason") or ""),
+        "chosen": str(plan.get("chosen") or ""),
+        "config": [str(line) for line in plan.get("config") or ()],
         "device_memory": plan.get("device_memory"),
         "formulas": formulas_of(rows, sliders).as_data() if rows and sliders else None,
     }
@@ -89,6 +93,7 @@ def _shown(rows: Sequence[Row], sliders: Sequence[Slider]) -> list[dict[str, Any
             "name": row.name,
             "detail": row.detail,
             "recommended": row.recommended,
+            "needs": row.needs,
             "bytes": _as_texts(_bytes_or_none(row, here)),
         }
         for row in rows
@@ -143,7 +148,13 @@ def rows_of(
 
         # What all rows share tells none of them apart.
         detail = _detail(point, {name for name in _TOLD if len({getattr(each, name) for each in shown}) > 1})
-        return Row(name=_name(point), detail=detail, bytes_at=bytes_at, recommended=point == recommended)
+        return Row(
+            name=_name(point),
+            detail=detail,
+            bytes_at=bytes_at,
+            recommended=point == recommended,
+            needs=_needs(point),
+        )
 
     shown = [point for point in points if not point.auto]
     return [row(point) for point in shown]
@@ -163,6 +174,17 @@ def sliders_of(machine: Machine, point: Point, sequence: int | None = None) -> l
 
 def _name(point: Point) -> str:
     return f"stage {point.stage}" if point.stage.isdigit() else point.stage
+
+
+def _needs(point: Point) -> str:
+    """
+    >>> _needs(Point(stage="hsdp", tensor=2, group=4)), _needs(Point())
+    ('devices must be a multiple of 8: tensor 2 x pipeline 1 x groups of 4', 'devices must be a multiple of 1')
+    """
+    group = point.group or 1
+    over = point.tensor * point.pipeline * group
+    why = f": tensor {point.tensor} x pipeline {point.pipeline} x groups of {group}" if over > 1 else ""
+    return f"devices must be a multiple of {over}{why}"
 
 
 def _detail(point: Point, told: set[str]) -> str:

@@ -17,6 +17,8 @@ class Point:
     tiers: Tiers = field(default_factory=Tiers)
     """Of every unit. Where `auto` is set, each unit's are chosen by `zerofold.offload.plan.place`."""
     auto: bool = False
+    part: float = 1.0
+    """Of the elements, those of the last units: these have `tiers`, and the first units stay on the device."""
     micro_batch: int = 1
     accumulate: int = 1
     checkpoint_every: int = 0
@@ -78,6 +80,7 @@ def name_of(point: Point) -> str:
     'stage 3, optimizer and gradients on the host'
     """
     label = f"stage {point.stage}" if point.stage.isdigit() else point.stage
+    where = f" of {100 * point.part:.0f}% of the units" if point.part < 1 else ""
     if point.auto:
         return ", ".join([f"{label}, tiers chosen unit by unit", *_checkpoints_in_words(point)])
     tiers = {
@@ -89,7 +92,8 @@ def name_of(point: Point) -> str:
     for tier, place in _PLACES.items():
         states = [state for state, held in tiers.items() if held is tier]
         if states:
-            parts.append(f"{' and '.join([', '.join(states[:-1]), states[-1]] if len(states) > 1 else states)} {place}")
+            named = " and ".join([", ".join(states[:-1]), states[-1]] if len(states) > 1 else states)
+            parts.append(f"{named}{where} {place}")
     return ", ".join([label, *parts, *_checkpoints_in_words(point)])
 
 
@@ -139,6 +143,10 @@ class Memory:
     """Of the gradients: what lies in one block, with what rounds each slab up in it."""
     reserve: int = 0
     """Kept free besides the peak: memory between tensors that none of them can use."""
+    sums: int = 0
+    """Of the gradients: whole sums of micro-batches, beside those that the optimizer reads."""
+    shares: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of the elements of gradients and parameters, those on the host and on the disk."""
 
     @property
     def device_need(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerofold.plan.away import node_ranks
 from zerofold.plan.ground import Ground
-from zerofold.plan.machine import GIB, Machine
+from zerofold.plan.machine import GB, Machine
 from zerofold.plan.memory import memory as memory_of
 from zerofold.plan.mesh import mesh_of
 from zerofold.plan.point import Memory, Point, Prediction
@@ -27,7 +27,7 @@ def predict(
     >>> from zerofold.plan.transformer import from_parameters
     >>> found = predict(from_parameters(70e9), preset("H100", devices=8), Point(stage="3", checkpoint_every=1))
     >>> found.fits, found.lacks
-    (False, 'device memory: 141.4 GiB needed, 76.8 there')
+    (False, 'device memory: 151.9 GB needed, 82.5 there')
     """
     found = memory if memory is not None else memory_of(model, machine, point)
     sent = traffic(model, machine, point)
@@ -50,12 +50,12 @@ def lacks(memory: Memory, machine: Machine) -> str:
 
     >>> from zerofold.plan.machine import Link
     >>> link = Link(rate=1)
-    >>> machine = Machine(name="m", devices=2, device_memory=80 * GIB, host_memory=100 * GIB, flops=1, flops_fp32=1,
+    >>> machine = Machine(name="m", devices=2, device_memory=80 * GB, host_memory=100 * GB, flops=1, flops_fp32=1,
     ...                   memory_rate=1, inside=link, across=link, to_host=link, host_update=1)
-    >>> lacks(Memory(device={}, device_peak=90 * GIB), machine)
-    'device memory: 90.0 GiB needed, 80.0 there'
-    >>> lacks(Memory(device={}, host={"optimizer": 60 * GIB}), machine)
-    'host memory of a node: 120.0 GiB needed, 100.0 there'
+    >>> lacks(Memory(device={}, device_peak=90 * GB), machine)
+    'device memory: 90.0 GB needed, 80.0 there'
+    >>> lacks(Memory(device={}, host={"optimizer": 60 * GB}), machine)
+    'host memory of a node: 120.0 GB needed, 100.0 there'
     """
     ranks = node_ranks(machine)
     on_device, on_host = memory.device_need, ranks * sum(memory.host.values())
@@ -67,7 +67,7 @@ def lacks(memory: Memory, machine: Machine) -> str:
         ("disk of a node", ranks * sum(memory.disk.values()), machine.disk),
     )
     return "; ".join(
-        f"{name}: {needed / GIB:.1f} GiB needed, {there / GIB:.1f} there"
+        f"{name}: {needed / GB:.1f} GB needed, {there / GB:.1f} there"
         for name, needed, there in wanted
         if needed > there
     )

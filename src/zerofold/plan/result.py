@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from zerofold.placement import row
@@ -11,6 +12,7 @@ from zerofold.plan.advice import Advice, searched_sentence
 from zerofold.plan.configs import ds_config, native
 from zerofold.plan.held import ranks_of, widths_of
 from zerofold.plan.machine import GB, Machine
+from zerofold.plan.named import named_costs, nearest_named
 from zerofold.plan.pipelining import bubble_part, chunks_of, in_flight
 from zerofold.plan.point import Prediction, degrees_in_words, name_of
 from zerofold.plan.shape import ModelShape
@@ -26,12 +28,14 @@ class Searched:
     tried: int = 0
     larger: str = ""
     """What the next larger model needs, in a sentence."""
+    samples: int | None = None
+    """Of a step of all ranks, where it was given."""
     is_done: bool = True
     """There was something to search with: activations are known."""
 
     @property
     def sentence(self) -> str:
-        return searched_sentence(self.best, self.tried) if self.is_done else ""
+        return searched_sentence(self.best, self.tried, self.samples) if self.is_done else ""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Plan:
     """The memory model of ZeRO-Infinity for a transformer, where its numbers are known."""
     remake: Callable[[int], ModelShape] | None = field(default=None, compare=False, repr=False)
     """The model with sequences of another length, where it is made by formula."""
+    global_batch: int | None = None
+    """Samples of a step of all ranks, where these were given and each row has divided them for itself."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -62,15 +68,27 @@ class Plan:
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        """The same as a ds_config.json."""
-        found = self.recommended
+        """The same as a ds_config.json, or the nearest that one can say: `ds_config_note` has what that costs."""
+        found = self.named
         return {} if found is None else ds_config(found.point, ranks_of(self.machine, found.point))
+
+    @cached_property
+    def named(self) -> Prediction | None:
+        """What the ds_config comes to: what is recommended, where its tiers have names there."""
+        found = self.recommended
+        return None if found is None else nearest_named(self.model, self.machine, found)
+
+    @property
+    def ds_config_note(self) -> str:
+        """In a sentence, what the ds_config costs against the recommendation; nothing where it is the same."""
+        found, named = self.recommended, self.named
+        return "" if found is None or named is None else named_costs(found, named)
 
     @property
     def mesh(self) -> dict[str, Any]:
         """How the devices are divided, and what a pipeline of them costs: the part of a step in which a stage waits for
         others, and the micro-batches whose activations the first stage keeps at once."""
-        point = self.stages[0].point
+        point = (self.recommended or self.stages[0]).point
         return {
             "data": ranks_of(self.machine, point).data,
             "tensor": point.tensor,
@@ -86,7 +104,7 @@ class Plan:
     @property
     def mesh_sentences(self) -> list[str]:
         """Nothing where all devices are data-parallel ranks."""
-        point, mesh = self.stages[0].point, self.mesh
+        point, mesh = (self.recommended or self.stages[0]).point, self.mesh
         if point.tensor * point.pipeline == 1:
             return []
         found = [f"{self.machine.devices} devices: data {mesh['data']}, {degrees_in_words(point)}"]
@@ -139,6 +157,7 @@ class Plan:
                 "disk_bytes": self.machine.disk,
             },
             "mesh": self.mesh,
+            "global_batch": self.global_batch,
             "counted": "model_state_bytes and its parts as the ZeRO paper counts; held_bytes as zerofold holds them",
             "stages": [self._row(each) for each in self.stages],
             "offloaded": [self._row(each) for each in self.offloaded],
@@ -149,6 +168,7 @@ class Plan:
                 "reason": self.advice.reason,
                 "config": self.config,
                 "ds_config": self.ds_config,
+                "ds_config_note": self.ds_config_note,
             },
             "advice": list(self.advice.sentences),
             "search": None

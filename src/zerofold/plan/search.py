@@ -148,11 +148,8 @@ class Search:
             else:
                 exact = self._seconds(entry.point, entry.place[0], held)
                 heapq.heappush(self._heap, entry._replace(bound=exact, is_exact=True, memory=held))
-        degrees = Counter(
-            (group.tensor, group.pipeline) for group in groups
-        )  # which rows there are hangs on them alone
-        some = {(group.tensor, group.pipeline): group for group in groups}
-        everything = sum(times * self.space.size(some[each]) for each, times in degrees.items())
+        some = {_kind(group): group for group in groups}
+        everything = sum(times * self.space.size(some[kind]) for kind, times in Counter(map(_kind, groups)).items())
         return SearchResult(
             best=found[0] if found else None,
             tried=self.tried,
@@ -210,6 +207,11 @@ class Search:
 
     def _samples(self, point: Point, ground: Ground) -> int:
         return point.samples * ground.mesh.data
+
+
+def _kind(group: Point) -> tuple[int, int, bool]:
+    """On which it hangs which rows there are."""
+    return group.tensor, group.pipeline, group.accumulate > 1
 
 
 def held_by_auto(model: ModelShape, machine: Machine, point: Point) -> Memory | None:

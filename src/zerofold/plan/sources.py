@@ -5,10 +5,9 @@ The model is built on the meta device, where a tensor has a shape and no memory,
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from zerofold.plan.comparison import Parameter, shape_of
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.tracing import trace
+from zerofold.plan.users import call_of, find_function
 from zerofold.units import assign, find_units
 
 Inputs = dict[str, Tensor]
@@ -26,6 +26,10 @@ Example = Callable[[int], Inputs]
 """The keyword arguments of a forward of so many samples that returns a loss, on the meta device."""
 
 _LONGEST = 2048
+_WANTED = (
+    "return the model, or the model and its example: a function of the batch size that returns forward's arguments by "
+    'name, such as lambda batch: {"tokens": torch.zeros(batch, 128, dtype=torch.long)}'
+)
 _HEADS = (
     "AutoModelForCausalLM",
     "AutoModelForSeq2SeqLM",
@@ -47,9 +51,26 @@ def from_hugging_face(
     where: str | Path, *, seq: int | None = None, precision: str = "bf16", checkpoint_every: Sequence[int] = (0, 1)
 ) -> ModelShape:
     """From a folder with a config.json, or that file."""
-    built = build_hugging_face(where, seq)
-    shape = _shape(built, str(where), "config", precision, checkpoint_every)
+    with _quiet():
+        built = build_hugging_face(where, seq)
+        shape = _shape(built, str(where), "config", precision, checkpoint_every)
     return _with_numbers(shape, built.model)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Advice on caches and losses is not for who only asks what a model takes."""
+    try:
+        from transformers.utils import logging
+    except ImportError:  # which is said where it is needed
+        yield
+        return
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def build_hugging_face(where: str | Path, seq: int | None = None) -> Traced:
@@ -57,7 +78,12 @@ def build_hugging_face(where: str | Path, seq: int | None = None) -> Traced:
     file = file / "config.json" if file.is_dir() else file
     if not file.is_file():
         raise ValueError(f"--model {where}: there is no config.json; give a Hugging Face folder or its config.json")
-    return build(read_config(file), seq)
+    config = read_config(file)
+    try:
+        return build(config, seq)
+    except Exception as error:  # numbers that no model can have
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"--model {file}: {first}") from error
 
 
 def read_config(file: Path) -> Any:
@@ -68,9 +94,12 @@ def read_config(file: Path) -> Any:
             f"--model {file} needs Hugging Face's classes; `pip install transformers`, or use --layers, --hidden, …"
         ) from None
     try:
-        model_type = json.loads(file.read_text()).get("model_type")
-    except (ValueError, AttributeError) as error:
+        found = json.loads(file.read_text())
+    except ValueError as error:
         raise ValueError(f"--model {file} is no config.json: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--model {file} is no config.json: it has a {type(found).__name__} where an object should be")
+    model_type = found.get("model_type")
     if not model_type:
         raise ValueError(f"--model {file} has no model_type, so it is no config of a Hugging Face model")
     try:
@@ -141,52 +170,36 @@ def from_function(
 
 
 def build_function(name: str, seq: int | None = None) -> Traced:
-    found = _call(name)
+    make = find_function("--function", name)
+    with torch.device("meta"):
+        found = make()
     model, example = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"--function {name} returned a {type(model).__name__}; return a torch module, or it and example"
-        )
+        raise ValueError(f"--function {name} returned a {type(model).__name__}; {_WANTED}")
     if example is not None and not callable(example):
-        raise ValueError(
-            f"--function {name}: the example is a {type(example).__name__}; return a function of a batch size"
-        )
+        raise ValueError(f"--function {name}: the example is a {type(example).__name__}; {_WANTED}")
     tokens = seq or 1
     config = getattr(model, "config", None)
     if example is None and hasattr(config, "model_type"):
         example, tokens = example_for(config, seq)
-    elif example is not None and seq is None:
+    elif example is not None:
+        example = call_of("--function", name, example, "the example")
         inputs = example(1)
         if not isinstance(inputs, dict):
-            raise ValueError(
-                f"--function {name}: the example returned a {type(inputs).__name__}; return forward's arguments by name"
-            )
+            raise ValueError(f"--function {name}: the example returned a {type(inputs).__name__}; {_WANTED}")
+    if seq is None and example is not None and not hasattr(config, "model_type"):
         sizes = [tensor.shape[1] for tensor in inputs.values() if isinstance(tensor, Tensor) and tensor.dim() == 2]
         tokens = max(sizes, default=1)
     return Traced(model, example, tokens)
 
 
-def _call(name: str) -> Any:
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
-        raise ValueError(f"--function {name!r} must be module:function, such as my_models:build")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it: a file beside where the command is run
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"--function {name}: {error}; is it installed, or in this folder?") from None
-    make = getattr(found, attribute, None)
-    if not callable(make):
-        raise ValueError(f"--function {name}: {module} has no function {attribute!r}")
-    with torch.device("meta"):
-        return make()
-
-
 def _shape(built: Traced, name: str, source: str, precision: str, checkpoint_every: Sequence[int]) -> ModelShape:
     if built.example is None:
         counted = shape_of_model(built.model, name)
-        note = "no example of its inputs was given, so activations are not counted"
+        note = (
+            "no example of its inputs was given, so activations are not counted, and times are a guess: arithmetic by "
+            f"the number of parameters, {built.tokens} token{'s' * (built.tokens > 1)} a sample"
+        )
         return replace(counted, source=source, tokens=built.tokens, notes=(note,))
     intervals = sorted({0, *checkpoint_every})
     try:

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zerofold.placement import Row, Tier, Tiers, row
+from zerofold.plan.held import has_both, widths_of
 from zerofold.plan.machine import Machine
 from zerofold.plan.mesh import mesh_of
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ModelShape
+from zerofold.plan.traffic import reductions_in_step
 
 ROWS = ("0", "1", "2", "3", "hsdp", "hpz", "dp")
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -90,12 +92,23 @@ class Space:
         return sum(sum(1 for _ in self._tiers(chosen)) + self.offload for chosen in self._rows(group))
 
     def _rows(self, group: Point) -> list[Row]:
-        """Those that differ: a rank alone does the same at all of them, and a group of all ranks is no group."""
+        """Those that differ: a group of all ranks is no group, and a rank alone has few."""
         mesh, asked = mesh_of(self.machine, group), [row(name) for name in self.rows]
         if mesh.data == 1:
-            return [next((each for each in asked if each.parameters.is_cut), asked[0])]
+            found: dict[tuple[bool, bool, bool], Row] = {}
+            for each in sorted(asked, key=lambda each: not each.parameters.is_cut):
+                found.setdefault(self._alone(each, group), each)
+            return list(found.values())
         has_groups = mesh.inside < mesh.data
         return [each for each in asked if has_groups or not (each.reduces_across or each.copy is not None)]
+
+    def _alone(self, chosen: Row, group: Point) -> tuple[bool, bool, bool]:
+        """All that tells rows apart where nobody shares a state: parameters that are fetched ahead, which may also be
+        sent away by name; whether gradients of micro-batches add up beside the one that the update reads; and whether
+        each goes to where that is."""
+        widths = widths_of(group.precision)
+        sums = has_both(chosen, widths, group, alone=True)
+        return chosen.parameters.is_cut, sums, reductions_in_step(chosen, group) > 1
 
     def _tiers(self, chosen: Row) -> Iterator[Tiers]:
         for tiers in _TIERS if self.offload else _TIERS[:1]:

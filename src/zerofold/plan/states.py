@@ -91,7 +91,14 @@ class Kept(NamedTuple):
     copy: int
 
 
-def kept(placed: Row, widths: Widths, *, alone: bool = False, accumulate: int | None = None) -> Kept:
+def kept(
+    placed: Row,
+    widths: Widths,
+    *,
+    alone: bool = False,
+    accumulate: int | None = None,
+    in_pipeline: bool = False,
+) -> Kept:
     """`alone`: nobody else shares the states. `accumulate`: backwards that make a step; None for the most that a row
     may hold, which is what its placements say. Where the optimizer is not cut, the shard is the whole.
 
@@ -105,7 +112,7 @@ def kept(placed: Row, widths: Widths, *, alone: bool = False, accumulate: int | 
     # Alone, parameters with a master are made anew for each use; without one they are all there is.
     stays = not is_cut and not (alone and widths.has_master)
     mean, sums = widths.gradient, 0
-    if keeps_sums(placed, widths, alone=alone, accumulate=accumulate):
+    if keeps_sums(placed, widths, alone=alone, accumulate=accumulate, in_pipeline=in_pipeline):
         # Each rank adds up its own until the last backward of a step; the first stays as autograd made it.
         sums = widths.compute if accumulate == 2 else widths.gradient
     elif alone:
@@ -121,9 +128,9 @@ def kept(placed: Row, widths: Widths, *, alone: bool = False, accumulate: int | 
     )
 
 
-def keeps_sums(placed: Row, widths: Widths, *, alone: bool, accumulate: int | None) -> bool:
+def keeps_sums(placed: Row, widths: Widths, *, alone: bool, accumulate: int | None, in_pipeline: bool = False) -> bool:
     """Whether there are local sums besides the flat gradient that they are reduced into when a step is complete. A rank
-    alone has both too, unless the optimizer reads the sums themselves.
+    alone has both too, unless the optimizer reads the sums themselves, as after all micro-batches of a pipeline.
 
     >>> [keeps_sums(row(stage), Widths(), alone=True, accumulate=2) for stage in (0, 1, 2)]
     [True, True, False]
@@ -132,7 +139,7 @@ def keeps_sums(placed: Row, widths: Widths, *, alone: bool, accumulate: int | No
     """
     if accumulate is None or accumulate == 1 or placed.gradients.is_cut:
         return False
-    return not alone or placed.optimizer.is_cut or widths.has_master
+    return not alone or (not in_pipeline and (placed.optimizer.is_cut or widths.has_master))
 
 
 def waiting_gradient(widths: Widths, *, alone: bool, accumulate: int) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 from zerofold.placement import Tier
 from zerofold.plan.advice import Advice
 from zerofold.plan.configs import checkpoint_arguments
+from zerofold.plan.dividing import in_words
 from zerofold.plan.machine import GB, Machine
 from zerofold.plan.point import Prediction
 from zerofold.plan.shape import ModelShape
@@ -73,6 +74,8 @@ class Shown(Protocol):
     def config(self) -> dict[str, Any]: ...
     @property
     def ds_config(self) -> dict[str, Any]: ...
+    @property
+    def ds_config_note(self) -> str: ...
 
 
 def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
@@ -90,22 +93,34 @@ def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
     with_all = width >= _ALL_COLUMNS
     console.print(_memory_table(plan.stages, "GB on each device", columns=_COLUMNS if with_all else _NARROW))
     console.print(_memory_table(plan.offloaded, "with states off the device", columns=_FEWER, tiers=True))
-    console.print(_time_table([*plan.stages, *plan.offloaded], with_all=with_all))
+    title = "a step" if model.activities else "a step, GUESSED: without an example of inputs forward is not known"
+    console.print(_time_table([*plan.stages, *plan.offloaded], title, with_all=with_all))
     for sentence in plan.advice.sentences:
         console.print(sentence)
     for sentence in (plan.searched.sentence, plan.next_larger):
         if sentence:
             console.print(sentence)
     if plan.recommended is not None:
-        config = plan.config
-        shown = ", ".join(f"{name}={value!r}" for name, value in config.items() if name != "mesh")
-        console.print(f"\n  zf.prepare(model, optimizer, {shown}{_mesh_argument(config)})", soft_wrap=True)
-        kept = checkpoint_arguments(plan.recommended.point)
-        if kept:
-            said = (f"{name}={'mesh' if name == 'partition' else repr(value)}" for name, value in kept.items())
-            console.print(f"  zf.checkpoint_blocks(model, {', '.join(said)})", soft_wrap=True)
-        console.print(f"  ds_config.json: {json.dumps(plan.ds_config)}", soft_wrap=True)
+        console.print()
+        for line in config_lines(plan, plan.recommended):
+            console.print(f"  {line}", soft_wrap=True)
     return out.getvalue()
+
+
+def config_lines(plan: Shown, chosen: Prediction) -> list[str]:
+    """The calls and the ds_config.json of what is recommended."""
+    config = plan.config
+    shown = ", ".join(f"{name}={value!r}" for name, value in config.items() if name != "mesh")
+    found = [
+        f"# {in_words(chosen.point)}",
+        f"zf.prepare(model, optimizer, {shown}{_mesh_argument(config)})",
+    ]
+    kept = checkpoint_arguments(chosen.point)
+    if kept:
+        said = (f"{name}={'mesh' if name == 'partition' else repr(value)}" for name, value in kept.items())
+        found.append(f"zf.checkpoint_blocks(model, {', '.join(said)})")
+    found.append(f"ds_config.json: {json.dumps(plan.ds_config)}")
+    return [*found, f"({plan.ds_config_note})"] if plan.ds_config_note else found
 
 
 def _mesh_argument(config: dict[str, Any]) -> str:
@@ -150,10 +165,13 @@ def _tiers(found: Prediction) -> str:
     return f"{_SHORT[found.point.tiers.optimizer]}, {_SHORT[found.point.tiers.parameters]}"
 
 
-def _time_table(rows: Sequence[Prediction], *, with_all: bool) -> Table:
-    table = Table(title="a step", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+def _time_table(rows: Sequence[Prediction], title: str, *, with_all: bool) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("row", no_wrap=True)
     table.add_column("states", no_wrap=True)
+    batches = len({(each.point.micro_batch, each.point.accumulate) for each in rows}) > 1
+    if batches:
+        table.add_column("batch", justify="right", no_wrap=True)
     shown = ("GB sent", "compute s", "waits s", "update s", "step s", "eff.", "samples/s")
     for heading in shown if with_all else (*shown[:3], "step s", "samples/s"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -164,6 +182,7 @@ def _time_table(rows: Sequence[Prediction], *, with_all: bool) -> Table:
         table.add_row(
             found.point.stage,
             _tiers(found) if is_away else "device",
+            *([f"{found.point.micro_batch}x{found.point.accumulate}"] if batches else []),
             _gb(sum(found.traffic.bytes.values())),
             _number(times.compute),
             _number(sum(times.exposed.values())),

@@ -64,10 +64,11 @@ class Waits:
         if self.row.parameters.is_cut:
             first = self._gathers(over_all=True)
             gathers = first if self.row.copy is None else self._gathers(over_all=False)
-        last = self._reduces(across=True)
+        each_reduces = reductions_in_step(self.row, self.point) > 1
+        last = self._reduces(across=True, adds=each_reduces)
         queued = self._queued()
         found = self._shared(waits_for_queue(self._lanes(queued=queued)), queued)
-        found = found.plus(self._forward(first))
+        found = found.plus(self._forward(first)).plus(self._unhidden())
         if self.point.pipeline > 1:
             # Units stay gathered, and gradients are reduced in one sweep when all micro-batches are through.
             found = found.plus(self._sum(last))
@@ -78,9 +79,19 @@ class Waits:
         found = found.plus(self._backward(gathers, last))
         if micro_batches > 1:
             again = self._forward(gathers)
-            early = self._reduces(across=False) if reductions_in_step(self.row, self.point) > 1 else nothing
-            found = found.plus(again.plus(self._backward(gathers, early)).times(micro_batches - 1))
+            found = found.plus(again.times(micro_batches - 1))
+            new, more = (self._reduces(across=False, adds=adds) if each_reduces else nothing for adds in (False, True))
+            found = found.plus(self._backward(gathers, new))
+            found = found.plus(self._backward(gathers, more).times(micro_batches - 2))
         return found
+
+    def _unhidden(self) -> Parts:
+        """What a rank alone takes from elsewhere where nobody cut parameters: none is fetched ahead or kept for
+        backward (`zerofold.schedule`), so every use waits for all of it."""
+        if self.row.parameters.is_cut or self.ground.mesh.data > 1:
+            return Parts()
+        uses = 1 if self.point.pipeline > 1 else 2 * self.point.accumulate
+        return self._sum(self._gathers(over_all=True)).times(uses)
 
     @property
     def owners(self) -> int:
@@ -169,8 +180,9 @@ class Waits:
             found.append(wire.plus(self.fetched(whole / ranks)))
         return found
 
-    def _reduces(self, *, across: bool) -> list[Parts]:
-        """To their owners and, where they wait for the update off the device, down."""
+    def _reduces(self, *, across: bool, adds: bool = False) -> list[Parts]:
+        """To their owners and, where they wait for the update off the device, down. `adds`: to an earlier one, which a
+        rank alone brings up for that."""
         mesh, wires, widths, gone = self.ground.mesh, self.ground.wires, self.ground.widths, self.away.gradients
         span = inside_span(mesh) if self.row.reduces_across else data_span(mesh)
         collective = "reduce_scatter" if self.row.reduces_to_owner else "all_reduce"
@@ -182,7 +194,9 @@ class Waits:
                 wire += wires.seconds("all_reduce", shard, across_span(mesh))
             own = unit.trained / self.owners * self.gradient_width
             host = host_copy_seconds((1 - gone.device) * own, self.machine)
-            found.append(Parts(reduce=wire, host=host, disk=disk_seconds(0, gone.disk * own, self.machine)))
+            again = gone.disk * own if adds and mesh.data == 1 else 0.0
+            host *= 2 if adds and mesh.data == 1 else 1
+            found.append(Parts(reduce=wire, host=host, disk=disk_seconds(again, gone.disk * own, self.machine)))
         return found
 
     def _queued(self) -> list[Parts]:

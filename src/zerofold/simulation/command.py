@@ -24,13 +24,17 @@ from zerofold.simulation.quantities import bytes_per_second, counts, seconds
 from zerofold.simulation.result import Simulation
 from zerofold.simulation.run import DEVICES, World
 
+_WORLDS = "1,8,64,512,4096,32768,100000"
 STAGES = ("0", "1", "2", "3", "dp", "hsdp", "hpz")
 
 
 def simulate_command(
     model: Annotated[
         str | None,
-        typer.Option(help="A folder with a Hugging Face config.json, or module:function; else a GPT of these sizes."),
+        typer.Option(
+            help="A folder with a Hugging Face config.json, or module:function that returns a model, which makes a "
+            "loss of tokens and targets; else a GPT of these sizes."
+        ),
     ] = None,
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the GPT.")] = 40,
     hidden: Annotated[int, typer.Option(min=1, help="Its width.")] = 2560,
@@ -62,8 +66,12 @@ def simulate_command(
     scaling: Annotated[
         str | None, typer.Option(help="weak: --batch samples a rank. strong: --batch samples in all.")
     ] = None,
-    worlds: Annotated[str, typer.Option(help="Numbers of ranks of the curve.")] = "1,8,64,512,4096,32768,100000",
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the curve: FILE.png or FILE.svg.")] = None,
+    worlds: Annotated[
+        str | None, typer.Option(help=f"With --scaling: numbers of ranks of the curve; {_WORLDS}.", show_default=False)
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="With --scaling: draw the curve, FILE.png or FILE.svg.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Train a step as rank 0 of any number of ranks, in one process, on wires whose time is modelled.
@@ -87,6 +95,9 @@ def simulate_command(
             steps="ring" if rings else "tree",
         )
         _check(stage, precision, device, engine, scaling)
+        for option, given in (("--worlds", worlds), ("--plot", plot_file)):
+            if given is not None and scaling is None:
+                raise ValueError(f"{option} {given} is of a curve over numbers of ranks; add --scaling weak or strong")
         if plot_file is not None:
             check_plot(plot_file)
         size = GPTSize(vocab=vocab, width=hidden, layers=layers, heads=heads, seq=seq)
@@ -107,7 +118,7 @@ def simulate_command(
             )
 
         here = World(size=world_size, wires=wires, machine=fleet, device=device)
-        sizes = [world_size] if scaling is None else counts("--worlds", worlds)
+        sizes = [world_size] if scaling is None else counts("--worlds", worlds or _WORLDS)
         points: list[Simulation] = []
         with Console(stderr=True).status("building") as status:
             for name in engines:

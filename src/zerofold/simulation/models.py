@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofold.bench.gpt import GPT, Block, GPTSize
+from zerofold.plan.users import find_function
 from zerofold.simulation.engines import Loss
 from zerofold.units import UnitChoice
 
@@ -50,9 +50,12 @@ def from_config(path: Path, *, seq: int, checkpointing: bool) -> Model:
     if not file.is_file():
         raise ValueError(f"--model {path}: there is no {file}; give a folder with a config.json, or module:function")
     try:
-        kind = json.loads(file.read_text()).get("model_type")
-    except (json.JSONDecodeError, AttributeError) as error:
+        found = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
         raise ValueError(f"--model {file}: this is no JSON object ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--model {file}: this is no JSON object but a {type(found).__name__}")
+    kind = found.get("model_type")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -83,23 +86,37 @@ def from_config(path: Path, *, seq: int, checkpointing: bool) -> Model:
 
 def from_function(name: str, *, seq: int, vocab: int) -> Model:
     """What `module:function` returns is called with tokens and targets and gives a loss, or something that has one."""
-    module_name, _, function_name = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # where the user is, as python -m has it
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--model {name}: {error}") from None
+    function = find_function("--model", name)
+
+    def build() -> nn.Module:
+        found = function()
+        model = found[0] if isinstance(found, tuple) and found else found  # with an example, as for `zerofold plan`
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"--model {name} returned a {type(model).__name__}; return a torch module")
+        try:
+            inspect.signature(model.forward).bind(None, None)
+        except TypeError:
+            takes = inspect.signature(model.forward)
+            raise ValueError(
+                f"--model {name}: its forward takes {takes}, and is called with tokens and targets, both [batch, seq]; "
+                "let it take these and return a loss"
+            ) from None
+        return model
 
     def loss(batch: int) -> Loss:
         def run(model: nn.Module, device: torch.device) -> Tensor:
             found = model(*_tokens(batch, seq, vocab, device))
             result: Tensor = getattr(found, "loss", found)
+            if not isinstance(result, Tensor) or result.numel() != 1:
+                what = (
+                    f"numbers of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+                )
+                raise ValueError(f"--model {name}: its forward returned {what}; return a loss, or what has a loss")
             return result
 
         return run
 
-    return Model(name=name, build=function, loss=loss)
+    return Model(name=name, build=build, loss=loss)
 
 
 def choose(name: str | None, size: GPTSize, *, checkpointing: bool) -> Model:

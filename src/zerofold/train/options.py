@@ -15,7 +15,7 @@ from zerofold.checkpoint.manifest import candidates
 from zerofold.observe.run import check_writers
 from zerofold.observe.run_files import CONFIG_FILE, METRICS_FILE
 from zerofold.offload.wishes import read_offload
-from zerofold.placement import Tier, row
+from zerofold.placement import Tier
 from zerofold.precision import policy_of
 from zerofold.samples import Shares, share
 from zerofold.train.gpt import GPTConfig
@@ -51,6 +51,9 @@ CHANGEABLE = frozenset(
         "wandb",
     }
 )
+
+
+STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,8 @@ class TrainOptions:
     """Length of the text written at the end."""
 
     def __post_init__(self) -> None:
-        row(self.stage)
+        if self.stage not in STAGES:
+            raise ValueError(f"--stage {self.stage} is none that zerofold train has; choose 0, 1, 2 or 3")
         read_offload(self.offload_wish)
         policy_of(self.precision)
         check_writers(tensorboard=self.tensorboard, wandb=self.wandb)

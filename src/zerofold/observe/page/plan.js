@@ -8,6 +8,14 @@ const place = Object.fromEntries(data.sliders.map(({ name, value }) => [name, va
 const bars = h("div", { id: "bars" });
 const legendPlace = h("div");
 const numbers = h("div");
+// What was written for the start stays on the page; a line says so as soon as a number is another.
+const start = { ...place };
+const hasMoved = () => Object.keys(start).some((name) => start[name] !== place[name]);
+const startText = data.sliders.map(({ name, label }) => `${label} ${start[name]}`).join(", ");
+const moved = h("p", { class: "note", id: "moved", role: "status", hidden: "" },
+  `Title, text, notes and recommendation are those of the start (${startText}). The bars and numbers below follow the sliders; for a recommendation with these numbers ask zerofold plan.`);
+const aside = h("p", { class: "explain", id: "aside", hidden: "" }, "The table goes on to the right: it scrolls in itself.");
+const noteWidth = () => { const box = document.getElementById("numbers"); aside.hidden = !box || box.scrollWidth <= box.clientWidth + 1; };
 const big = (value) => `${value}`.replace(/\B(?=(\d{3})+$)/g, ",");
 
 // A slider that goes in steps of 1, 2, 3, 4, 6, 8, 12, …, and a field for any number.
@@ -50,12 +58,12 @@ function bar(row, scale, limit) {
   const part = (value) => `${((100 * Number(value)) / scale).toFixed(3)}%`;
   const name = h("div", { class: "name" }, row.name, row.detail ? h("small", {}, row.detail) : null);
   if (!row.values) {
-    const why = row.reached ? "not possible with these numbers" : "not computed for these numbers: ask zerofold plan";
+    const why = row.reached ? `not possible with these numbers${row.needs ? `: ${row.needs}` : ""}` : "not computed for these numbers: ask zerofold plan";
     return h("div", { class: "row" }, name, h("div", { class: "track quiet" }, why), h("div", { class: "sum quiet" }, DASH));
   }
   const tooMuch = limit > 0 && Number(row.peak) > limit;
   const pieces = stackedBar(row.lines.map(([line, value]) => [line, Number(value), color(line), `${bytes(Number(value))}: ${big(value)} bytes`]), scale);
-  return h("div", { class: row.recommended ? "row recommended" : "row", "data-row": row.key }, name,
+  return h("div", { class: row.recommended && !hasMoved() ? "row recommended" : "row", "data-row": row.key }, name,
     h("div", { class: "track" }, pieces,
       PEAK in row.values ? h("span", { class: "peak", style: `left:${part(row.peak)}` }) : null,
       limit > 0 && limit <= scale ? h("span", { class: "limit", style: `left:${part(limit)}` }) : null),
@@ -91,11 +99,13 @@ function show() {
   bars.replaceChildren(...rows.map((row) => bar(row, scale, limit)), scaleUnder(scale));
   const cell = (value) => value === undefined ? DASH :
     { text: inFull ? big(value) : bytes(Number(value)), title: `${big(value)} bytes` };
+  moved.hidden = !hasMoved();
   const peaks = known.some((row) => PEAK in row.values);
   // What decides stands first: the lines go out of sight on a small screen.
   numbers.replaceChildren(table([["row", "text"], [peaks ? "needed" : "sum"], ...lines.map((line) => [line]), ...elsewhere.map((tier) => [`on the ${tier}`])],
     known.map((row) => [{ text: row.name, small: row.detail, class: "wrap" }, cell(row.peak), ...lines.map((line) => cell(row.values[line])),
       ...elsewhere.map((tier) => cell(row.values[tier]))]), { id: "numbers" }));
+  noteWidth();
 }
 
 const limitText = data.device_memory ? ` A device has ${bytes(data.device_memory)}: the dashed line, where it is in sight.` : "";
@@ -104,10 +114,13 @@ const peakText = data.rows.some((row) => PEAK in row.bytes) || data.formulas ?
 page.append(...[
   h("h1", {}, data.title), h("p", { class: "lead" }, data.lead),
   ...data.notes.map((note) => h("p", { class: "explain" }, note)),
-  data.sliders.length ? section("What if", null, h("div", { class: "sliders" }, data.sliders.map(slider))) : null,
-  data.recommended ? section("Recommended", null, h("p", { id: "recommended" }, data.recommended),
+  data.sliders.length ? section("What if", null, h("div", { class: "sliders" }, data.sliders.map(slider)), moved) : null,
+  data.recommended ? section("Recommended", null, data.chosen ? h("p", { id: "chosen" }, h("strong", {}, data.chosen)) : null,
+    h("p", { id: "recommended" }, data.recommended),
+    data.config.length ? h("pre", { id: "config" }, data.config.join("\n")) : null,
     data.sliders.length ? h("p", { class: "explain" }, "For the numbers that the plan was asked with; the sliders do not change it.") : null) : null,
   section("Bytes of one rank", "Every way to keep a model's states, one on the other." + peakText + limitText, legendPlace, bars),
-  section(null, null, h("details", { open: "" }, h("summary", {}, "Numbers"), h("div", { class: "tools" }, fullButton), numbers)),
+  section(null, null, h("details", { open: "" }, h("summary", {}, "Numbers"), h("div", { class: "tools" }, fullButton), aside, numbers)),
 ].filter(Boolean));
 show();
+window.addEventListener("resize", noteWidth);

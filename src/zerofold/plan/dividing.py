@@ -1,0 +1,54 @@
+"""The samples of a step, divided into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zerofold.plan.machine import Machine
+from zerofold.plan.mesh import mesh_of
+from zerofold.plan.point import Point, Prediction
+from zerofold.plan.predict import predict
+from zerofold.plan.shape import ModelShape
+from zerofold.plan.space import divisors
+
+
+def check_batch(machine: Machine, point: Point, global_batch: int) -> int:
+    """The samples of a data-parallel rank in a step."""
+    data = mesh_of(machine, point).data
+    if point.micro_batch > 1 or point.accumulate > 1:
+        raise ValueError(f"global_batch={global_batch} chooses micro_batch= and accumulate=; leave those out")
+    if global_batch < 1 or global_batch % data:
+        raise ValueError(
+            f"global_batch={global_batch} does not divide among {data} data-parallel ranks; give a multiple of {data}"
+        )
+    return global_batch // data
+
+
+def divided(model: ModelShape, machine: Machine, point: Point, samples: int) -> Prediction:
+    """The fastest that fits, for so many samples of a rank; of equals the larger micro-batch. Where nothing fits, with
+    micro-batches of one sample.
+
+    >>> from zerofold.plan.presets import preset
+    >>> from zerofold.plan.transformer import from_parameters
+    >>> found = divided(from_parameters(7e9), preset("A100-80", devices=8), Point(stage="3", checkpoint_every=1), 64)
+    >>> found.fits, found.point.micro_batch * found.point.accumulate
+    (True, 64)
+    """
+    best = None
+    for size in divisors(samples):
+        at = replace(point, micro_batch=size, accumulate=samples // size)
+        found = predict(model, machine, at)
+        if best is None or (found.fits and (not best.fits or found.times.step <= best.times.step)):
+            best = found
+        elif not found.fits and best.fits:
+            break  # larger ones take more
+    assert best is not None  # one divides all
+    return best
+
+
+def in_words(point: Point) -> str:
+    """
+    >>> in_words(Point(micro_batch=4, accumulate=8)), in_words(Point())
+    ('micro-batches of 4 samples, 8 to a step', 'micro-batches of 1 sample, 1 to a step')
+    """
+    return f"micro-batches of {point.micro_batch} sample{'s' * (point.micro_batch > 1)}, {point.accumulate} to a step"
