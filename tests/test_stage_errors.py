@@ -149,3 +149,36 @@ def test_what_fails_before_the_first_micro_batch_stops_all(ranks: Any, sizes: Si
         assert took < SOON
         if "data" not in sizes:
             assert losses == pytest.approx(alone("gpt")[0][: STEPS - 1], abs=1e-5)
+
+
+def gone_with_a_failure(stage: int) -> tuple[list[list[float]], list[str]]:
+    """Losses of steps that begin anew behind one that fails, when sums of an earlier one wait, and without all that."""
+    torch.set_num_threads(1)
+    found, notes = [], []
+    for fails in (False, True):
+        mesh, model = zf.mesh(device="cpu", pipeline=2), made("gpt2")
+        pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn)
+        pipe, optimizer = zf.prepare(pipe, adamw(pipe.parameters()), mesh=mesh, stage=stage, clip=0.5)
+        losses = []
+        for step in range(3):
+            tokens, target = batch(step)
+            if fails and step == BAD:
+                with zf.no_sync(model):
+                    pipe.step(tokens, target=target)
+                    with pytest.raises((IndexError, RuntimeError), match="index out of range") as raised:
+                        pipe.step(tokens + 1000, target=target)
+                    notes += raised.value.__notes__
+            losses.append(pipe.step(tokens, target=target).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        zf.close(model)
+        found.append(losses)
+    return found, notes
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_step_that_fails_takes_all_gradients_with_it(ranks: Any, stage: int) -> None:
+    """Stages behind it go on with whatever came, so sums that waited are no longer what they were."""
+    for (whole, anew), (note,) in ranks(2, gone_with_a_failure, stage):
+        assert whole == anew
+        assert "cleared all gradients" in note

@@ -180,6 +180,8 @@ class Pipeline(HoldsStages):
                 self._note_memory(engine)
         except BaseException as error:
             engine.hooks.end_pipeline(is_complete=False, waits=not isinstance(error, CommError))
+            _clear_gradients(engine)
+            error.add_note("pipe.step has cleared all gradients: sums of earlier steps held parts of this one")
             raise
         engine.hooks.end_pipeline(is_complete=True)
         return self._tell(loss, engine)
@@ -344,6 +346,13 @@ class Pipeline(HoldsStages):
             "gradients": sum(slab.gradients.nbytes for slab in engine.slabs()),
             "buffers": sum(runner.nbytes for runner in self._runners.values()),
         }
+
+
+def _clear_gradients(engine: Engine) -> None:
+    """Of a step that failed other stages have computed with whatever came, and added it to what was there."""
+    for slab in engine.slabs():
+        for parameter in (*slab.parameters, *slab.faces):
+            parameter.grad = None
 
 
 @contextmanager
