@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerofold.comm import Comm, Traffic
+from zerofold.comm import Comm
+from zerofold.traffic import Traffic
 
 
 def make_comm() -> Comm:

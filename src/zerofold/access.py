@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofold.engine import Engine, StepInfo
+from zerofold.attachments import StepInfo
+from zerofold.engine import Engine
 from zerofold.observe.ledger import Ledger
 from zerofold.optim.clip import Gradients, clip_grad_norm
 from zerofold.sharded import ShardedTensor

@@ -1,4 +1,4 @@
-"""The eight collectives, in the fastest form each backend has; every byte counted, the last calls remembered.
+"""The eight collectives, in the fastest form each backend has.
 
 gloo's own all-gather and reduce-scatter move the same bytes two to three times slower than broadcasts into slices
 and an all-to-all with a local sum (docs/design.md has the figures), so those forms stand in for them there. The
@@ -10,10 +10,8 @@ All calls go through `dist.<name>` so that counters and debuggers outside see th
 from __future__ import annotations
 
 import pickle
-import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -23,13 +21,13 @@ from torch import Tensor
 
 from zerofold.ends import SLICE
 from zerofold.stamps import Stamp
-from zerofold.timing import GATHER, OTHER, REDUCE, Clock, Tape
+from zerofold.timing import GATHER, OTHER, REDUCE, Tape
+from zerofold.traffic import REMEMBERED, Call, Custom, Traffic
 
 # torch 2.13 renamed the single-tensor forms; 2.11 has only the old names.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
-_REMEMBERED = 64
 # Groups in which one process stands for all ranks: torch's fake one, and the simulator's, which takes time.
 ALONE = ("fake", "modelled")
 CONTROL = "control"
@@ -73,106 +71,6 @@ class Watcher(Protocol):
 
     def confirm(self, comm: Comm, call: Call) -> None:
         """Returns when all ranks are about to make the same call."""
-
-
-@dataclass(slots=True)
-class Call:
-    """One remembered call: what, for which unit, how much, and whether it has finished."""
-
-    number: int
-    operation: str
-    unit: str
-    elements: int
-    done: bool = False
-    position: int = 0  # among the calls of its group: the same call has the same one on every rank
-    nbytes: int = 0  # of the whole, the same on every rank
-    root: int | None = None  # who sends, where one rank alone does
-    started: float = 0.0  # on time.monotonic()'s clock
-    purpose: str = OTHER  # what waiting for it counts as
-
-    def __str__(self) -> str:
-        return f"#{self.number} {self.operation}({self.unit}, {self.elements}){'' if self.done else ' unfinished'}"
-
-
-@dataclass
-class Traffic:
-    """Elements and bytes this rank has sent, by operation and unit, and the last calls.
-
-    An operation counts what a ring would send per rank: n(N-1)/N for a gather, scatter, reduce or broadcast of n
-    elements, twice that for an all-reduce.
-    """
-
-    elements: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    bytes: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    sent: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    """Bytes by operation and group."""
-    counts: defaultdict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Calls by operation and group."""
-    calls: deque[Call] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    number: int = 0
-    last_started: float = 0.0  # on time.monotonic()'s clock
-    clock: Clock = field(default_factory=Clock)
-    """Of the engine whose traffic it is."""
-    onto: Traffic | None = None
-    """Where the same counts besides; the calls of a group apart are not remembered there."""
-
-    def record(self, operation: str, unit: str, group: str, sent: float, itemsize: int) -> Call:
-        self.number += 1
-        self.add(operation, unit, group, sent, itemsize)
-        self.last_started = time.monotonic()
-        call = Call(self.number, operation, unit, round(sent), started=self.last_started)
-        self.calls.append(call)
-        return call
-
-    def add(self, operation: str, unit: str, group: str, sent: float, itemsize: int, *, times: int = 1) -> None:
-        """Calls that others have made, of so many elements each: they count, and are not remembered one by one."""
-        self.elements[operation, unit] += times * sent
-        self.bytes[operation, unit] += times * sent * itemsize
-        self.sent[operation, group] += times * sent * itemsize
-        self.counts[operation, group] += times
-        if self.onto is not None:
-            self.onto.add(operation, unit, group, sent, itemsize, times=times)
-
-    def bytes_by_operation(self) -> dict[str, int]:
-        total: defaultdict[str, float] = defaultdict(float)
-        for (operation, _), sent in self.bytes.items():
-            total[operation] += sent
-        return {operation: round(sent) for operation, sent in total.items()}
-
-    def bytes_by_group(self) -> dict[str, int]:
-        total: defaultdict[str, float] = defaultdict(float)
-        for (_, group), sent in self.sent.items():
-            total[group] += sent
-        return {group: round(sent) for group, sent in total.items()}
-
-    def calls_by_operation(self) -> dict[str, int]:
-        total: defaultdict[str, int] = defaultdict(int)
-        for (operation, _), calls in self.counts.items():
-            total[operation] += calls
-        return dict(total)
-
-    def last(self, count: int = 4) -> str:
-        return ", ".join(str(call) for call in list(self.calls)[-count:])
-
-
-class Custom:
-    """Which call has followed which; one that is new in its place is confirmed with the other ranks before it starts.
-
-    A rank that goes another way than the others goes another way than itself the last time. It is found before its call
-    meets a different one of the others: of two broadcasts of different sizes gloo makes a crash, NCCL wrong numbers.
-    """
-
-    def __init__(self) -> None:
-        self._next: dict[tuple[Any, Any], Any] = {}
-        self._before: tuple[Any, Any] = (None, None)
-
-    def breaks_with(self, call: Call) -> bool:
-        """Also takes the call in."""
-        mark = (call.operation, call.unit, call.nbytes, call.root)
-        is_new = self._next.get(self._before) != mark
-        self._next[self._before] = mark
-        self._before = self._before[1], mark
-        return is_new
 
 
 class Handle:
@@ -268,7 +166,7 @@ class Comm:
         self.is_gloo = backend == "gloo"
         self.is_alone = backend in ALONE
         self.watcher: Watcher | None = None
-        self.calls: deque[Call] = deque(maxlen=_REMEMBERED)
+        self.calls: deque[Call] = deque(maxlen=REMEMBERED)
         self.count = 0
         self.latest: Handle | None = None
         self.blocked: Call | None = None  # this rank has been waiting in it for a while

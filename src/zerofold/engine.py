@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -14,26 +12,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerofold.agree import agree
+from zerofold.attachments import Activations, Checkpoints, Counts, Stages, StepInfo, Updates
 from zerofold.boundary import Boundary
 from zerofold.buffers import Buffers
 from zerofold.changes import Changes
-from zerofold.comm import Traffic
 from zerofold.dealing import live_bound, split
 from zerofold.entry import EngineLink, Entry, Home
 from zerofold.filling import fill_new
 from zerofold.gradient_arena import reserve_gradients
 from zerofold.gradients_away import AwayGradients
-from zerofold.groups import Groups, destroy
+from zerofold.groups import Groups
 from zerofold.hooks import Hooks
 from zerofold.loss_scale import LossScaler
 from zerofold.materialise import Materialiser
 from zerofold.memory import BufferPool, StorageCache, Transfers
 from zerofold.offloading import Offloading
 from zerofold.parallel.mesh import Mesh
-from zerofold.part import group_of, set_part
 from zerofold.placement import Row
 from zerofold.plan.states import Widths, keeps_sums
-from zerofold.plan.traffic import Share
 from zerofold.precision import Precision
 from zerofold.reduce import Reducer
 from zerofold.reduction_order import ReductionOrder
@@ -46,73 +42,7 @@ from zerofold.timing import DISK, HOST
 from zerofold.unit import Unit
 from zerofold.watch import Watch
 
-_ATTRIBUTE = "_zerofold_engine"
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """How the last `optimizer.step()` went."""
-
-    norm: float
-    """Of all gradients over all ranks, before clipping."""
-    skipped: bool
-    """A gradient was infinite or NaN, so nothing was changed."""
-    non_finite: str | None
-    """The first parameter with such a gradient."""
-    loss_scale: float
-    """With which the gradients were computed; 1 where nothing is scaled."""
-    skipped_total: int
-
-
-class Updates(Protocol):
-    """Of offloaded states, in the background."""
-
-    def finish(self) -> None: ...
-    def finish_last(self) -> None: ...
-    def close(self) -> None: ...
-    @property
-    def figures(self) -> dict[str, float]: ...
-    @property
-    def nbytes_on_device(self) -> int: ...
-    def let_go(self) -> None: ...
-
-
-class Activations(Protocol):
-    """What waits for backward, in bytes by tier."""
-
-    @property
-    def nbytes(self) -> dict[str, int]: ...
-    @property
-    def peak_nbytes(self) -> dict[str, int]: ...
-
-
-class Checkpoints(Activations, Protocol):
-    """Inputs of checkpointed blocks that wait for backward."""
-
-    @property
-    def arena_nbytes(self) -> int: ...
-    @property
-    def is_cut(self) -> bool: ...
-    def count_in(self, traffic: Traffic | None) -> None: ...
-
-
-class Stages(Protocol):
-    """Of a pipeline, which this rank runs."""
-
-    microbatches: int
-
-    @property
-    def memory(self) -> dict[str, int]: ...
-    @property
-    def share(self) -> Share: ...
-
-
-class Counts(Protocol):
-    """What is sent inside the model's own code, where no `Comm` sends it."""
-
-    def around(self, *what: Any) -> AbstractContextManager[None]: ...
-    def seen(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]: ...
-    def remove(self) -> None: ...
+ATTRIBUTE = "_zerofold_engine"
 
 
 class Engine:
@@ -174,8 +104,8 @@ class Engine:
                     slab.share()
                 fill_new(slabs, groups.control)
             except Exception:
-                setattr(model, _ATTRIBUTE, None)  # half of it is sharded: it must not be tried again
-                self._end_groups()
+                setattr(model, ATTRIBUTE, None)  # half of it is sharded: it must not be tried again
+                self.end_groups()
                 raise
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
         self.gradient_arena = 0
@@ -196,7 +126,7 @@ class Engine:
         self.hooks = Hooks(self.schedule, self.reductions, self.boundary, self.take_in_changes, self.changes.check)
         self.hooks.before_backward = partial(self.step.need, "parameters", "buffers", "gradients")
         self.boundary.look(model)
-        self._matmul_before = torch.get_float32_matmul_precision() if precision.tf32 else None
+        self.matmul_before = torch.get_float32_matmul_precision() if precision.tf32 else None
         if precision.tf32:
             torch.set_float32_matmul_precision("high")
         self.replicas = (
@@ -231,7 +161,7 @@ class Engine:
         self.is_swapped = False  # one of them is in the model for a while
         self.on_close: list[Callable[[], None]] = []
         self.is_closed = False
-        setattr(model, _ATTRIBUTE, self)
+        setattr(model, ATTRIBUTE, self)
         if self.checkpoints is not None:
             self.checkpoints.count_in(self.traffic)
 
@@ -356,7 +286,7 @@ class Engine:
 
     @staticmethod
     def of(model: nn.Module) -> Engine:
-        engine = getattr(model, _ATTRIBUTE, None)
+        engine = getattr(model, ATTRIBUTE, None)
         if not isinstance(engine, Engine):
             raise ValueError(f"this {type(model).__name__} is not sharded: call zf.prepare or zf.shard on it first")
         return engine
@@ -370,11 +300,11 @@ class Engine:
 
     @staticmethod
     def is_on(model: nn.Module) -> bool:
-        return any(hasattr(module, _ATTRIBUTE) for module in model.modules())
+        return any(hasattr(module, ATTRIBUTE) for module in model.modules())
 
     @staticmethod
     def is_broken(model: nn.Module) -> bool:
-        return any(getattr(module, _ATTRIBUTE, model) is None for module in model.modules())
+        return any(getattr(module, ATTRIBUTE, model) is None for module in model.modules())
 
     def slabs(self) -> list[Slab]:
         return [slab for unit in self.units for slab in unit.slabs]
@@ -415,82 +345,7 @@ class Engine:
                     found.append((entry.name, face))
         return found
 
-    def remove(self, *, gather: bool = True) -> None:
-        """Leaves an ordinary model behind: with whole parameters, or with the cut ones on the meta device."""
-        if self.parked is not None:
-            self.parked.restore()
-        self.is_closed = True
-        self.reducer.finish()
-        failure = self._end_updates()
-        gather = gather or not any(slab.has_own_shard for slab in self.slabs())  # a rank alone has all of it
-        if gather and failure is None:
-            self.hold_all(masters=True)
-        elif failure is None:
-            self.schedule.wait_all()
-            # Whole parameters stay, so they are to be what the last step makes of them: where states are offloaded,
-            # nobody has begun to gather them.
-            for unit in self.units:
-                if not unit.is_cut and unit.is_stale:
-                    self.schedule.make_current(unit)
-        wants_values, gather = gather, gather and failure is None
-        self.hooks.remove()
-        cut = self.row.parameters.is_cut
-        away = [] if gather else [slab for slab in self.slabs() if slab.has_own_shard and (cut or not slab.is_kept)]
-        for slab in away:
-            _leave_shapes(slab)
-        for undo in self.on_close:
-            undo()
-        if self.checkpoints is not None:
-            self.checkpoints.count_in(None)
-        self.boundary.remove()
-        for slab in self.slabs():
-            for parameter in slab.parameters:
-                parameter.grad = None
-                for name in ("_master", "_arrive", "_plain_class", "_engine"):  # which would keep all of this alive
-                    vars(parameter).pop(name, None)
-                if not slab.dtypes.is_plain and slab not in away:
-                    parameter.grad_dtype = parameter.dtype
-        if self.precision.is_mixed and gather:
-            # Frozen ones have no master, and yet one dtype for all makes an ordinary model.
-            for parameter in self.model.parameters():
-                if parameter.dtype is self.precision.parameters:
-                    parameter.data = parameter.data.to(self.precision.master)
-        if self._matmul_before is not None:
-            torch.set_float32_matmul_precision(self._matmul_before)
-        delattr(self.model, _ATTRIBUTE)
-        self.cache.clear()
-        self.pool.clear()
-        self.staging = None
-        self.step.finish = None
-        self.offloading.memory.close()
-        if self.saving_group is not None:
-            destroy(self.groups.mesh, [self.saving_group], self.groups.blocks)
-        self._end_groups()
-        if wants_values and failure is not None:
-            raise failure
-
-    def _end_updates(self) -> Exception | None:
-        """What went wrong in them, after which there are no values to leave behind; all else can be let go of."""
-        updates, failure = self.updates, None
-        if updates is not None:
-            try:
-                updates.close()
-            except Exception as error:
-                self.updates, failure = None, error
-        return failure
-
-    def _end_groups(self) -> None:
+    def end_groups(self) -> None:
         if self.watch is not None:
             self.watch.close()
         self.groups.destroy()
-
-
-def _leave_shapes(slab: Slab) -> None:
-    """In the module; the parameters themselves have no memory here, and may be held by somebody."""
-    for entry in slab.entries:
-        shown = entry.parameter
-        left = nn.Parameter(torch.empty(shown.shape, dtype=shown.dtype, device="meta"), shown.requires_grad)
-        if entry.part is not None:
-            set_part(left, entry.part, group_of(shown))
-        for module, attribute in entry.sites:
-            module._parameters[attribute] = left

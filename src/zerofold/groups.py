@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofold.comm import ALONE, CONTROL, Comm, Traffic
+from zerofold.comm import ALONE, CONTROL, Comm
 from zerofold.placement import ACROSS, AXES, INSIDE, Row
+from zerofold.traffic import Traffic
 
 MODEL = "model"
 """The group of those who hold one copy of the model between them."""

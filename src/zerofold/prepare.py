@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,37 +11,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofold.agree import agree, check_same_on_all_ranks, fingerprint
-from zerofold.checkpoint.contents import Contents
-from zerofold.checkpoint.open import open_checkpoint
 from zerofold.checkpoint.saving import finish_saving
-from zerofold.checkpoint.sources import choose_sources, known_in_files, load_buffers, names_elsewhere
-from zerofold.checks import check_axes, check_kinds, check_numbers, check_ready, check_stages, device_of
-from zerofold.comm import Comm
+from zerofold.checkpoint.sources import known_in_files, names_elsewhere
+from zerofold.checks import check_axes, check_kinds, check_numbers, check_ready, check_stages
+from zerofold.closing import end
 from zerofold.configured import Config, configured, scheduler_of, shard_arguments
-from zerofold.dealing import Cost, choose_dtypes, choose_owners, live_bound
+from zerofold.dealing import Cost
 from zerofold.engine import Engine
-from zerofold.entry import Entry
-from zerofold.groups import Groups, destroy, make_control, make_job_group, make_model_group, ranks_along
-from zerofold.materialise import Init, Materialiser, on_meta
+from zerofold.groups import Groups, destroy, make_control, make_job_group, make_model_group
+from zerofold.materialise import Init
 from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
-from zerofold.offload.wishes import Offload, OffloadChoice, check_row, read_offload
-from zerofold.offloading import Offloading, make_offloading
+from zerofold.offload.wishes import OffloadChoice, read_offload
 from zerofold.optim.attach import attach_optimizer, check_optimizers
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
 from zerofold.parallel.marks import HoldsStages, is_cut_into_stages
 from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
-from zerofold.placement import AXES, Row, row
 from zerofold.precision import Precision, policy_of
+from zerofold.sharding import Load, choose_sharding, find_values, materialiser_of, offloading_of
 from zerofold.state_dicts import StateDicts
-from zerofold.units import UnitChoice, assign, find_units
+from zerofold.units import UnitChoice
 
 Model = TypeVar("Model", bound=nn.Module | HoldsStages)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
-
-Load = str | os.PathLike[str] | Contents
-"""Where weights come from: a checkpoint by its path, or one that is open already."""
 
 
 def prepare(
@@ -202,16 +194,16 @@ def shard(
         agree(job, lambda: check_numbers(live_bytes, buffer_bytes, accumulate, patience, check_replicas))
         policy = agree(job, lambda: policy_of(precision))
         wish = agree(job, lambda: read_offload(offload))
-        plan = agree(job, lambda: _plan(module, stage, cut, units, mesh, cost, live_bytes, device, policy))
+        plan = agree(job, lambda: choose_sharding(module, stage, cut, units, mesh, cost, live_bytes, device, policy))
         if load is not None:
             given, elsewhere = load, names_elsewhere(model_group, known_in_files(module))
             has_init, warns = init is not None, control.rank == 0
-            agree(job, lambda: _choose_sources(module, plan, given, elsewhere, has_init=has_init, warns=warns))
+            agree(job, lambda: find_values(module, plan, given, elsewhere, has_init=has_init, warns=warns))
         numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
         numbers += f", check_replicas={check_replicas}, {wish}"
         settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}, {policy.summary}"
         agree(job, lambda: check_same_on_all_ranks(control, fingerprint(plan.assigned, settings)))
-        offloading = None if wish is None else _offload(plan, wish, policy, control, mesh, live_bytes, accumulate)
+        offloading = None if wish is None else offloading_of(plan, wish, policy, control, mesh, live_bytes, accumulate)
     except Exception:
         destroy(mesh, {control.group, job.group, *([] if model_group is None else [model_group.group])}, blocks)
         raise
@@ -223,7 +215,7 @@ def shard(
             plan.modules,
             Groups.make(mesh, plan.row, control, plan.device, model_group, job, blocks),
             plan.device,
-            materialiser=_materialiser(module, plan, init),
+            materialiser=materialiser_of(module, plan, init),
             live_bytes=live_bytes,
             buffer_bytes=buffer_bytes or default_buffer_bytes(plan.device.type),
             accumulate=accumulate,
@@ -303,7 +295,7 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
     try:
         finish_saving(engine)
     finally:
-        engine.remove(gather=gather)
+        end(engine, gather=gather)
 
 
 def _spread(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -323,91 +315,9 @@ def _spread(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer | Non
         rebase(optimizer, made)
 
 
-def _materialiser(model: nn.Module, plan: _Plan, init: Init | None) -> Materialiser | None:
-    """None where there are values already, or never will be: a model on the meta device that stays there has sizes."""
-    has_values = not on_meta(model) or plan.device.type == "meta"
-    return None if has_values else Materialiser(model, plan.modules, plan.device, init)
-
-
-def _choose_sources(
-    model: nn.Module, plan: _Plan, load: Load, elsewhere: frozenset[str], *, has_init: bool, warns: bool
-) -> None:
-    contents = load if isinstance(load, Contents) else open_checkpoint(load)
-    choose_sources(model, plan.assigned, contents, has_init=has_init, warns=warns, elsewhere=elsewhere)
-    load_buffers(model, contents, plan.device)
-
-
-def _offload(
-    plan: _Plan,
-    wish: Offload,
-    policy: Precision,
-    control: Comm,
-    mesh: DeviceMesh | None,
-    live_bytes: int | None,
-    accumulate: int,
-) -> Offloading:
-    entries = [entry for unit in plan.assigned.values() for entry in unit]
-    trains = any(entry.parameter.requires_grad for entry in entries)
-    agree(control, lambda: check_row(wish, plan.row, trains=trains))
-    world = len(ranks_along(mesh, plan.row.optimizer.axes or AXES))
-    gathered = live_bound(plan.assigned, plan.row, world, live_bytes)
-    adds_up = accumulate > 1 or wish.sums
-    return make_offloading(
-        wish,
-        plan.assigned,
-        plan.row,
-        plan.device,
-        policy,
-        control,
-        world=world,
-        adds_up=adds_up,
-        live_bytes=gathered,
-    )
-
-
 def _explain(engine: Engine, error: BaseException | None) -> None:
     if error is not None:
         add_note(error, explain_out_of_memory(engine))
-
-
-@dataclass(frozen=True)
-class _Plan:
-    row: Row
-    device: torch.device
-    modules: dict[str, nn.Module]
-    assigned: dict[str, list[Entry]]
-
-
-def _plan(
-    model: nn.Module,
-    stage: int | str,
-    cut: str | None,
-    units: UnitChoice,
-    mesh: DeviceMesh | None,
-    cost: Cost | None,
-    live_bytes: int | None,
-    device: torch.device | str | None,
-    precision: Precision,
-) -> _Plan:
-    chosen = row(stage, cut)
-    if (chosen.reduces_across or chosen.copy is not None) and (mesh is None or mesh.ndim != 2):
-        raise ValueError(
-            f"stage={chosen.name!r} needs groups of ranks: pass a mesh of two dimensions, for example "
-            "mesh=init_device_mesh('cuda', (nodes, gpus_per_node), mesh_dim_names=('across', 'inside'))"
-        )
-    if Engine.is_broken(model):
-        raise ValueError("an earlier attempt to shard this model failed half way, so it cannot be used: build it again")
-    if Engine.is_on(model):
-        raise ValueError("this model is already sharded; call zf.close(model) first to shard it another way")
-    found = device_of(model, mesh, device)
-    modules = find_units(model, units)
-    assigned = assign(model, modules)
-    world = len(ranks_along(mesh, chosen.optimizer.axes or AXES))
-    choose_owners(assigned, chosen, world, cost)
-    precision.check_rules(model)
-    choose_dtypes(model, assigned, precision)
-    live_bound(assigned, chosen, world, live_bytes)
-    return _Plan(chosen, found, modules, assigned)
 
 
 def _count_inside(engine: Engine, spread: Mesh) -> None:

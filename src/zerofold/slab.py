@@ -18,15 +18,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zerofold.comm import Handle
-from zerofold.cutting import regain
-from zerofold.entry import Entry, Home, Update, Waitable, dtypes_of, lay_out
+from zerofold.entry import Entry, Home, Update, Waitable, lay_out
+from zerofold.flat import FlatParameters
 from zerofold.gradients import FaceGradients, Gradients, WholeGradients
 from zerofold.gradients_away import AwayGradients
 from zerofold.group_copy import GroupCopy
-from zerofold.memory import Done, FlatStorage, FromFile
+from zerofold.memory import Done, FromFile
 from zerofold.placement import Tier, Tiers
 from zerofold.shard_spec import ShardSpec
 from zerofold.sharded import ShardedParameter
@@ -40,7 +40,7 @@ class GradientRoom(NamedTuple):
 _BROUGHT_AT_ONCE = 2**24  # elements of a master, on their way to be cast on the device
 
 
-class Slab:
+class Slab(FlatParameters):
     """Made in two steps: the parameters' values move into one flat tensor; then `share` deals them out to the ranks.
 
     Where all values come from sources, nothing moves and nothing is dealt out: each rank reads what it keeps
@@ -52,18 +52,11 @@ class Slab:
     gradients: Gradients
 
     def __init__(self, unit: str, entries: list[Entry], home: Home) -> None:
-        self.unit, self.entries, self.home, self.comm = unit, entries, home, home.groups.gather
+        self.comm = home.groups.gather
+        super().__init__(entries, lay_out(entries, home.row, self.comm.size), home.device, home.cache)
+        self.unit, self.home = unit, home
         self.clock = self.comm.traffic.clock
-        for entry in entries:
-            regain(entry.parameter, values=entry.source is None)
-        self.parameters: list[Tensor] = [entry.parameter for entry in entries]
-        self.dtypes = dtypes_of(entries[0])
-        self.requires_grad = entries[0].parameter.requires_grad
-        self.layout = lay_out(entries, home.row, self.comm.size)
         self.place = self.comm.rank if self.layout.world > 1 else 0
-        self.storage = FlatStorage(self.layout.size, self.dtypes.compute, home.device, home.cache)
-        self._storage_id = self.storage.tensor.untyped_storage()._cdata
-        self._views = [self._view_of(self.storage.tensor, index) for index in range(len(entries))]  # outlive its memory
         self.tiers = home.tiers.get(unit, Tiers())
         # With one rank, one dtype and one tier the shard is all there is: in the storage, nothing has to be gathered.
         self.has_own_shard = (
@@ -77,26 +70,11 @@ class Slab:
         self.copy = GroupCopy(self.storage, copies) if copies is not None and self.has_own_shard else None
         self.is_read = all(entry.source is not None for entry in entries)
         self.unfilled = [index for index, e in enumerate(entries) if e.parameter.is_meta and e.source is None]
-        self._masters: Tensor | None = None  # whole, while they are shown in place of the storage
         if self.is_read and self.has_own_shard:
             self.storage.free()
         else:
-            if self.dtypes.has_master:
-                self.storage.free()
-                self._masters = torch.empty(self.layout.size, dtype=self.dtypes.master, device=home.device)
-            self.values.zero_()
-        for index, parameter in enumerate(self.parameters):
-            if parameter.is_meta:
-                # The same object gets memory, so whoever holds it (an optimizer) keeps holding it. `.data` has its own
-                # version counter: a gather into the storage is not a change of the parameter.
-                real = nn.Parameter(self.view(index).data, requires_grad=parameter.requires_grad)
-                vars(real).update(vars(parameter))
-                torch.utils.swap_tensors(parameter, real)
-            else:
-                if not self.is_read:
-                    self.view(index).copy_(parameter.detach())
-                parameter.data = self.view(index)
-        self.note_versions()
+            self.make_zeros()
+        self.move_in(with_values=not self.is_read)
 
     @property
     def shard(self) -> Tensor:
@@ -121,11 +99,6 @@ class Slab:
     @property
     def is_away(self) -> bool:
         return self.tier is not Tier.DEVICE
-
-    @property
-    def values(self) -> Tensor:
-        """What the whole parameters are views of."""
-        return self.storage.tensor if self._masters is None else self._masters
 
     def share(self) -> None:
         """Every rank starts from rank 0's values, as under DDP; or from zeros, where it is going to read its own."""
@@ -218,7 +191,7 @@ class Slab:
             self.note_versions()
         if masters and self.dtypes.has_master:
             self._shown_version = self.version
-            self._show_masters()
+            self.show_masters()
             self.own_slice(self.values).copy_(self.shard)
         else:
             self._gathered_version = self.version
@@ -321,10 +294,6 @@ class Slab:
             return True
         return not self.home.row.parameters.is_cut and self.comm.size > 1
 
-    def kept_view(self, index: int) -> Tensor:
-        """A parameter that lives on between uses, whatever the module shows of it now."""
-        return self._views[index]
-
     def kept_piece(self, index: int) -> Tensor | None:
         """This rank's piece of a 16-bit parameter that lives on beside its master."""
         if not (self.is_kept and self.dtypes.has_master):
@@ -345,31 +314,6 @@ class Slab:
             self._written_version = self.version
         if version_before == self._resident_version:
             self._resident_version = self.version
-
-    def _show_masters(self) -> None:
-        if self._masters is None:
-            self._masters = torch.zeros(self.layout.size, dtype=self.dtypes.master, device=self.home.device)
-            self._bind()
-
-    def hide_masters(self) -> None:
-        """The parameters show the storage again, whatever it holds."""
-        if self._masters is not None:
-            self._masters = None
-            self._bind()
-
-    @property
-    def shows_masters(self) -> bool:
-        return self._masters is not None
-
-    def _bind(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # past the guard: this moves no data
-            for index, parameter in enumerate(self.parameters):
-                parameter.data = self.view(index)
-        self.note_versions()
-
-    def note_versions(self) -> None:
-        """What the parameters are now is what they should be."""
-        self._versions = [parameter._version for parameter in self.parameters]
 
     def check_unchanged(self) -> None:
         """16-bit parameters are made from their masters, so what somebody writes into them would be lost."""
@@ -406,18 +350,6 @@ class Slab:
 
     def own_slice(self, flat: Tensor) -> Tensor:
         return flat[self.layout.bounds[self.place] : self.layout.bounds[self.place + 1]]
-
-    def view(self, index: int) -> Tensor:
-        """A whole parameter, as a view of the storage or of the masters that are shown."""
-        return self._views[index] if self._masters is None else self._view_of(self._masters, index)
-
-    def _view_of(self, flat: Tensor, index: int) -> Tensor:
-        start = self.layout.offsets[index]
-        return flat[start : start + self.layout.numels[index]].view(self.parameters[index].shape)
-
-    def holds(self, parameter: Tensor) -> bool:
-        home = self._storage_id if self._masters is None else self._masters.untyped_storage()._cdata
-        return parameter.untyped_storage()._cdata == home
 
     def _face(self, index: int) -> ShardedParameter:
         entry, is_replicated = self.entries[index], not self.home.row.optimizer.is_cut

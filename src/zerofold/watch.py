@@ -27,7 +27,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from zerofold.comm import Call, Comm, Custom, DivergenceError
+from zerofold.comm import Comm, DivergenceError
 from zerofold.divergence import (
     Account,
     Line,
@@ -39,6 +39,7 @@ from zerofold.divergence import (
     who_is_idle,
 )
 from zerofold.groups import Groups
+from zerofold.traffic import Call, Custom
 
 TICK_S = 1.0
 LONG_S = 2.0  # an unfinished call is looked into after this long

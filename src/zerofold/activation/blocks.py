@@ -24,10 +24,10 @@ from zerofold.activation.held import Held
 from zerofold.activation.partition import Partition
 from zerofold.activation.store import CheckpointStore
 from zerofold.activation.wishes import AUTO, check_blocks, check_model, read_budget
-from zerofold.comm import Traffic
 from zerofold.engine import Engine
 from zerofold.parallel.marks import sequence_ranks
 from zerofold.parallel.mesh import Mesh
+from zerofold.traffic import Traffic
 from zerofold.units import UnitChoice, find_units
 
 _ON_MODEL = "_zerofold_checkpointing"

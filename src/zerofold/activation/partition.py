@@ -29,11 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofold.activation.shelves import Arrived, Ends, Item, Layout, Shelf
-from zerofold.comm import ALONE, Comm, Handle, Traffic
+from zerofold.comm import ALONE, Comm, Handle
 from zerofold.memory import Done
 from zerofold.memory.disk import DiskError
 from zerofold.parallel.mesh import TENSOR, Mesh
 from zerofold.plan.keeping import Choice
+from zerofold.traffic import Traffic
 
 
 class Whole(NamedTuple):

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofold.comm import Comm, Traffic
+from zerofold.comm import Comm
+from zerofold.traffic import Traffic
 
 OURS, TORCH = FORMS = ("zerofold", "torch")
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

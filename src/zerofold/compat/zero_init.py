@@ -18,11 +18,12 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from zerofold.comm import Comm, Traffic
+from zerofold.comm import Comm
 from zerofold.config import read
 from zerofold.cutting import can_be_cut, cut_alone
 from zerofold.process_group import group_device, join_or_be_alone
 from zerofold.shard_spec import Loose
+from zerofold.traffic import Traffic
 
 _KEPT_ELSEWHERE = ("none", "cpu")
 

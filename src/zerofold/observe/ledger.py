@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from zerofold.engine import Activations, Engine
+from zerofold.attachments import Activations
+from zerofold.engine import Engine
 from zerofold.observe.recording import Recording
 from zerofold.observe.states import is_temporary, master_nbytes, nbytes_of, parameter_nbytes, totals
 from zerofold.observe.timeline import trace_events

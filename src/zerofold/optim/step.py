@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerofold.engine import Engine, StepInfo
+from zerofold.attachments import StepInfo
+from zerofold.engine import Engine
 from zerofold.optim.adam import update, why_not_one_pass
 from zerofold.optim.clip import Gradients
 from zerofold.sharded import ShardedParameter, ShardedTensor

@@ -28,10 +28,10 @@ from torch.autograd.graph import Node, register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofold.comm import Traffic
 from zerofold.nested import tensors_in
 from zerofold.parallel.mesh import TENSOR
 from zerofold.parallel.vocabulary import ACTIVATIONS, CutLogits
+from zerofold.traffic import Traffic
 
 _KEPT = 64  # shapes of inputs that are remembered; of others the first forward and backward are looked at again
 _GATHERS, _REDUCES, _SUMS, _SWAPS = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"

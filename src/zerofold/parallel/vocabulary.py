@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
-from zerofold.comm import Traffic
 from zerofold.parallel.mesh import TENSOR
+from zerofold.traffic import Traffic
 
 ACTIVATIONS = "activations"
 """What the ledger has in place of a unit for them."""
