@@ -13,10 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zerofold.face_gradient import FaceGradient
 from zerofold.layout import FlatLayout
 from zerofold.precision import Dtypes
 from zerofold.reduce import Reducer, Reduction
-from zerofold.sharded import FaceGradient, ShardedParameter, ShardedTensor
+from zerofold.sharded import ShardedParameter, ShardedTensor
 
 
 class Gradients(Protocol):

@@ -14,8 +14,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any, NoReturn, TypeVar
+from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -25,20 +25,14 @@ from torch.utils.hooks import RemovableHandle
 from zerofold.boundary import Boundary
 from zerofold.calls import Accumulation, Calls, UnitCall
 from zerofold.comm import CommError
+from zerofold.face_gradient import FaceGradient
+from zerofold.hook_forms import InnerHook, unit_hook, untraced
 from zerofold.nested import tensors_in
 from zerofold.reduction_order import ReductionOrder
-from zerofold.refusals import COPYING, PICKLING
 from zerofold.schedule import Schedule, in_backward
-from zerofold.sharded import FaceGradient, ShardedTensor
+from zerofold.sharded import ShardedTensor
 from zerofold.slab import Slab
 from zerofold.unit import Unit
-
-T = TypeVar("T")
-
-
-def _untraced(hook: Callable[..., T]) -> Callable[..., T]:
-    """torch.compile leaves the hook and all it calls alone: a graph may not hold what gathers and frees memory."""
-    return torch.compiler.disable(hook, reason="zerofold's hooks run between graphs")
 
 
 class Hooks:
@@ -59,8 +53,8 @@ class Hooks:
         self._modules: dict[Unit, list[nn.Module]] = {}
         self._unit_of: dict[nn.Module, Unit] = {}  # units themselves, and modules that hold their parameters
         # The same two on all modules: with others on each block, torch.compile would make a graph for each.
-        self._inner_hooks = _InnerHook(self._before_inner), _InnerHook(self._after_inner)
-        hook = _unit_hook()
+        self._inner_hooks = InnerHook(self._before_inner), InnerHook(self._after_inner)
+        hook = unit_hook()
         self._root_hooks = hook(self._before_inner), hook(self._after_inner)
         self._calls = Calls()
         self._accumulation: Accumulation | None = None
@@ -74,8 +68,8 @@ class Hooks:
         self.before_backward: Callable[[], None] = lambda: None  # may refuse it
         self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
         # Backward may run inside a compiled training step, so what autograd calls is kept out of graphs as well.
-        self._begins, self._ends = _untraced(self._begin_call), _untraced(self._end_call_once)
-        self._ends_backward = _untraced(self._end_backward)
+        self._begins, self._ends = untraced(self._begin_call), untraced(self._end_call_once)
+        self._ends_backward = untraced(self._end_backward)
         for unit in schedule.units:
             self._install(unit)
             for slab in unit.slabs:
@@ -94,7 +88,7 @@ class Hooks:
             return self._after_forward(unit, output)
 
         self._unit_of[unit.module] = unit
-        hook = _unit_hook()
+        hook = unit_hook()
         self._handles.append(unit.module.register_forward_pre_hook(hook(before), prepend=True, with_kwargs=True))
         # always_call: a forward that raises, or a recomputation stopped early, must not stay "in use".
         self._handles.append(unit.module.register_forward_hook(hook(after), always_call=True))
@@ -160,8 +154,8 @@ class Hooks:
             slab.gradients.arrived(index)
             self.reductions.arrived(slab)
 
-        self._handles.append(parameter.register_hook(_untraced(before_accumulate)))
-        self._handles.append(parameter.register_post_accumulate_grad_hook(_untraced(after_accumulate)))
+        self._handles.append(parameter.register_hook(untraced(before_accumulate)))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(untraced(after_accumulate)))
 
     # forward
 
@@ -397,35 +391,6 @@ class Hooks:
         for call in self._begun:
             call.begun = call.ended = False
         self._begun.clear()
-
-
-class _InnerHook:
-    """A hook that says so when somebody copies or pickles the module it is on.
-
-    A copy would come with the hooks and the pieces of the original, and train neither.
-    """
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
-
-    def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise RuntimeError(COPYING)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(PICKLING)
-
-
-@cache
-def _unit_hook() -> type[_InnerHook]:
-    """The same, out of the sight of torch.compile. Made when a model is there: the compiler takes long to load."""
-
-    class UnitHook(_InnerHook):
-        __call__ = _untraced(_InnerHook.__call__)
-
-    return UnitHook
 
 
 def _is_leaf_with_grad(value: Any) -> bool:

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from zerofold.engine import Engine
+from zerofold.face_gradient import FaceGradient
 from zerofold.guard import guard
 from zerofold.nested import tensors_in
 from zerofold.optim.ema import EMA
 from zerofold.schedule import in_backward
-from zerofold.sharded import FaceGradient, ShardedTensor
+from zerofold.sharded import ShardedTensor
 
 STATES = ("parameters", "buffers", "optimizer", "gradients")
 _BLOCK = 2**26  # bytes; torch rounds pinned memory up to a power of two, which here wastes half a block at most
