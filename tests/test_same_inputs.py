@@ -110,6 +110,25 @@ def test_values_on_a_device_are_told_with_the_next_forward(ranks: Any) -> None:
         assert not after
 
 
+def checkpoint_alone() -> None:
+    mesh, model, optimizer = make(is_prepared=True)
+    for step in range(3):
+        if step == 1 and dist.get_rank():
+            zf.checkpoint_blocks(model, partition=mesh)
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_blocks_checkpointed_in_parts_by_one_rank_alone_are_named_on_all(ranks: Any) -> None:
+    start = time.monotonic()
+    for error in ranks(2, checkpoint_alone, expect_error=True):
+        assert error.startswith("DivergenceError: "), error
+        assert "rank 1 waits in all_gather of 'checkpoint_blocks(partition=)'" in error
+        assert "rank 0 waits in all_reduce of 'inputs of a forward'" in error
+    assert time.monotonic() - start < 30
+
+
 def step_alone() -> None:
     """Each rank of the tensor axis has a whole data axis of its own: nobody else watches them."""
     _, model, optimizer = make(is_prepared=True)
@@ -123,3 +142,23 @@ def test_a_call_of_one_tensor_rank_alone_is_named_on_all(ranks: Any) -> None:
     for error in ranks(2, step_alone, expect_error=True):
         assert error.startswith("DivergenceError: "), error
         assert "gradient norm" in error
+
+
+def checkpoint_otherwise(mine: dict[str, Any]) -> str:
+    mesh, model, _ = make(is_prepared=True)
+    said = raised(zf.checkpoint_blocks, model, partition=mesh, **(mine if dist.get_rank() else {}))
+    zf.checkpoint_blocks(model, partition=mesh).remove()
+    zf.close(model)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("mine", "said"),
+    [
+        ({"every": 2}, "rank 0 asks for every=1, keep='device'"),
+        ({"every": 0}, "every=0: give the number of blocks per checkpoint"),
+    ],
+)
+def test_blocks_in_parts_are_asked_for_alike(ranks: Any, mine: dict[str, Any], said: str) -> None:
+    for message in ranks(2, checkpoint_otherwise, mine):
+        assert said in message
