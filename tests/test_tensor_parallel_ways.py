@@ -313,7 +313,7 @@ def with_an_old_loss() -> None:
 
 COLUMNS = {"0": ColwiseParallel, "9": ColwiseParallel}
 REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
-    (own_batches, (), {}, "got different inputs: give them the same batch, chosen by mesh.coordinate['data']"),
+    (own_batches, (), {}, "got different inputs: rank 1 has other values in its "),
     (spread_once, (three_heads,), {}, "tensor=2: '0' has 3 attention heads, which do not divide by 2"),
     (spread_once, (odd_mlp,), {}, "'0' has 7 columns between two layers, which do not divide by 2: choose tensor=1"),
     (spread_once, (unknown,), {}, "no layer of this Conv2d is known, so none can be cut: give plan="),

@@ -12,14 +12,14 @@ from zerofold.entry import Entry
 T = TypeVar("T")
 
 
-def agree(control: Comm, make: Callable[[], T]) -> T:
-    """The result of `make`, or an error on every rank when it fails on any."""
+def agree(control: Comm, make: Callable[[], T], *, unit: str = "set-up") -> T:
+    """The result of `make`, or an error on every rank when it fails on any. `unit`: where a rank that waits is."""
     try:
         made = make()
     except Exception as error:
-        control.raise_together(error)
+        control.raise_together(error, unit=unit)
         raise
-    control.raise_together(None)
+    control.raise_together(None, unit=unit)
     return made
 
 

@@ -292,9 +292,9 @@ class Comm:
         everything = flat.cpu().numpy()
         return [pickle.loads(everything[low:high].tobytes()) for low, high in pairwise(bounds)]
 
-    def raise_together(self, error: Exception | None) -> None:
+    def raise_together(self, error: Exception | None, *, unit: str = "set-up") -> None:
         """Raises on every rank when any rank has an error, so that no rank waits for one that gave up."""
-        messages = self.all_gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        messages = self.all_gather_objects(None if error is None else f"{type(error).__name__}: {error}", unit=unit)
         if error is not None:
             raise error
         for rank, message in enumerate(messages):

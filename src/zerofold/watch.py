@@ -53,11 +53,13 @@ _AT_ONCE = 8  # ranks that read all others' accounts in one tick
 class Watch:
     """Watches the groups of one model. `close` ends it; so do the end of torch.distributed and of the process."""
 
-    def __init__(self, comms: dict[str, Comm], store: dist.Store, *, patience: float | None) -> None:
-        self._comms, self._store, self._patience = comms, store, patience
-        control = comms["control"]
-        self._traffic = control.traffic
-        self._ranks, self._rank = control.global_ranks, control.global_ranks[control.rank]
+    def __init__(
+        self, comms: dict[str, Comm], job: Comm, control: Comm, store: dist.Store, *, patience: float | None
+    ) -> None:
+        """`job`: all ranks that are watched; `control`: those among them that run the same calls."""
+        self._comms, self._control, self._store, self._patience = comms, control, store, patience
+        self._traffic = job.traffic
+        self._ranks, self._rank = job.global_ranks, job.global_ranks[job.rank]
         self._verdict: str | None = None
         self.has_diverged = False
         self._failed = ""
@@ -80,19 +82,23 @@ class Watch:
 
     @classmethod
     def over(cls, groups: Groups, *, patience: float | None) -> Watch | None:
-        """None where there is nobody to wait for, or only a fake one."""
-        control = groups.control
-        if control.size == 1 or not control.is_gloo:
+        """None where there is nobody to wait for, or only a fake one.
+
+        Ranks of other axes of a mesh have groups of their own; all watch each other, for what one calls may be waited
+        for along any of them.
+        """
+        control, job = groups.control, groups.job
+        if job.size == 1 or not job.is_gloo:
             return None
         # Groups made by their members alone have the same name every time, so each model gets a name of its own.
-        token = control.all_gather_objects(f"{time.time_ns():x}")[0]
+        token = job.all_gather_objects(f"{time.time_ns():x}")[0]
         named = {"gather": groups.gather, "reduce": groups.reduce, "everyone": groups.everyone}
-        named |= {name: comm for name in ("across", "copy") if (comm := getattr(groups, name)) is not None}
+        named |= {name: comm for name in ("across", "copy", "model") if (comm := getattr(groups, name)) is not None}
         found: dict[str, Comm] = {}
-        for name, comm in {**named, "control": control}.items():
+        for name, comm in {**named, "control": control, "job": job}.items():
             if comm.size > 1 and comm not in found.values():
                 found[name] = comm
-        return cls(found, dist.PrefixStore(f"zerofold/{token}", _own_store()), patience=patience)
+        return cls(found, job, control, dist.PrefixStore(f"zerofold/{token}", _own_store()), patience=patience)
 
     def close(self) -> None:
         self._ended.set()
@@ -133,7 +139,7 @@ class Watch:
             return "because the store of torch.distributed is gone with the process that kept it, as a rule rank 0's"
 
     def compare(self) -> str | None:
-        told = self._comms["control"].all_gather_objects(self._account().as_dict(), unit="comparison")
+        told = self._control.all_gather_objects(self._account().as_dict(), unit="comparison")
         return find_mismatch({account["rank"]: Account.from_dict(account) for account in told})
 
     def confirm(self, comm: Comm, call: Call) -> None:

@@ -23,7 +23,7 @@ from zerofold.activation.checkpointing import Policy, checkpoint
 from zerofold.activation.held import Held
 from zerofold.activation.partition import Partition
 from zerofold.activation.store import CheckpointStore
-from zerofold.activation.wishes import AUTO, check_blocks, check_model, read_budget
+from zerofold.activation.wishes import AUTO, check_blocks, check_model, look_together, read_budget
 from zerofold.engine import Engine
 from zerofold.parallel.marks import sequence_ranks
 from zerofold.parallel.mesh import Mesh
@@ -80,26 +80,35 @@ def checkpoint_blocks(
     >>> loss.backward(); checkpointing.remove()
     """
     check_model("checkpoint_blocks", model)
-    check_blocks(every, policy, keep, contiguous, path, partition, use_reentrant)
-    most = read_budget(budget, keep)
-    if getattr(model, _ON_MODEL, None) is not None:
-        raise ValueError("checkpoint_blocks was called on this model already: call remove() on what it returned first")
+    engine = getattr(model, "_zerofold_engine", None)
+    is_cut = isinstance(partition, Mesh) and partition.tensor > 1
+
+    def look() -> tuple[dict[str, nn.Module], int | None]:
+        check_blocks(every, policy, keep, contiguous, path, partition, use_reentrant)
+        most = read_budget(budget, keep)
+        return _blocks_to_take(model, units), most
+
+    if is_cut and isinstance(engine, Engine):  # by calls that are watched, as the making of groups after them is not
+        settings = f"every={every}, keep={keep!r}, contiguous={contiguous}, use_reentrant={use_reentrant}"
+        settings += f", path={'a folder' if path else path}, budget={budget!r}"
+        blocks, most = look_together(engine.groups.job, look, settings)
+    else:
+        blocks, most = look()
+    if any(getattr(module, "gradient_checkpointing", False) for module in blocks.values()):
+        warnings.warn(
+            "checkpoint_blocks: the model checkpoints its blocks itself: they would be computed three times; call "
+            "model.gradient_checkpointing_disable() first",
+            stacklevel=2,
+        )
     if partition is not None and sequence_ranks(model) > 1:
         warnings.warn(
             f"partition=: each of {sequence_ranks(model)} tensor ranks has a part of the sequence between the blocks "
             "(sequence_parallel=True), so there is nothing left to cut, and inputs are kept as they are",
             stacklevel=2,
         )
-        partition = None
-    is_cut = partition is not None and partition.tensor > 1
+        partition, is_cut = None, False
     is_stored = keep != AUTO and (keep != "device" or contiguous or is_cut)
     store = CheckpointStore(keep, path=path, partition=partition) if is_stored else None
-    blocks = _blocks_of(model, units)
-    twice = next((name for name, module in blocks.items() if _ON_BLOCK in vars(module)), None)
-    if twice is not None:
-        raise ValueError(f"checkpoint_blocks: {twice!r} is checkpointed already: call remove() on what came back first")
-    if not blocks:
-        raise ValueError("checkpoint_blocks: no repeated blocks were found in this model: name them with units=")
     run: Callable[..., Any] = partial(checkpoint, use_reentrant=use_reentrant, policy=policy)
     auto = None
     if keep == AUTO:
@@ -306,6 +315,18 @@ class _Member:
         self.group, self.index = group, index
 
 
+def _blocks_to_take(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
+    if getattr(model, _ON_MODEL, None) is not None:
+        raise ValueError("checkpoint_blocks was called on this model already: call remove() on what it returned first")
+    blocks = _blocks_of(model, units)
+    twice = next((name for name, module in blocks.items() if _ON_BLOCK in vars(module)), None)
+    if twice is not None:
+        raise ValueError(f"checkpoint_blocks: {twice!r} is checkpointed already: call remove() on what came back first")
+    if not blocks:
+        raise ValueError("checkpoint_blocks: no repeated blocks were found in this model: name them with units=")
+    return blocks
+
+
 def _blocks_of(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
     engine = getattr(model, "_zerofold_engine", None)
     if units is None and isinstance(engine, Engine):
@@ -313,14 +334,7 @@ def _blocks_of(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
     else:
         found = find_units(model, units)
     inner = {name for name in found if any(name.startswith(f"{other}.") for other in found)}
-    blocks = {name: module for name, module in found.items() if name not in inner}
-    if any(getattr(module, "gradient_checkpointing", False) for module in blocks.values()):
-        warnings.warn(
-            "checkpoint_blocks: the model checkpoints its blocks itself: they would be computed three times; call "
-            "model.gradient_checkpointing_disable() first",
-            stacklevel=3,
-        )
-    return blocks
+    return {name: module for name, module in found.items() if name not in inner}
 
 
 def _new(plain: Any, *args: Any) -> Any:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from zerofold.agree import agree
+from zerofold.comm import Comm
 from zerofold.offload.wishes import read_size
 from zerofold.parallel.mesh import Mesh
 from zerofold.placement import Tier
 
+T = TypeVar("T")
+
 AUTO = "auto"
+_UNIT = "checkpoint_blocks(partition=)"
 
 
 def check_model(function: str, model: Any) -> None:
@@ -62,4 +68,18 @@ def read_budget(budget: int | str | None, keep: str) -> int | None:
     found = read_size("budget", budget)
     if not found:
         raise ValueError(f"budget={budget!r} allows nothing: give more than 0, or leave it out for all of the device")
+    return found
+
+
+def look_together(job: Comm, look: Callable[[], T], settings: str) -> T:
+    """What `look` finds, once all ranks have come and ask for the same."""
+    found = agree(job, look, unit=_UNIT)
+    told = job.all_gather_objects(settings, unit=_UNIT)
+    odd = next((rank for rank, said in enumerate(told) if said != told[0]), None)
+    if odd is not None:
+        first, other = (f"rank {job.global_ranks[at]} asks for {told[at]}" for at in (0, odd))
+        raise ValueError(
+            f"checkpoint_blocks: {first} where {other}: with partition= each keeps parts for the others, so call "
+            "it with the same arguments on every rank"
+        )
     return found

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from zerofold.comm import Comm
+from zerofold.engine import Engine
+from zerofold.fingerprints import combine, fingerprint_tensor
+from zerofold.memory import Done
 from zerofold.nested import tensors_in
+
+_UNIT = "inputs of a forward"
+_COMPARED = 2**14  # elements of a tensor, spread over it, after the first forward: other samples differ all over
 
 
 @contextmanager
@@ -42,42 +50,104 @@ def _generators(axis: DeviceMesh) -> Iterator[Any]:
         yield torch.get_device_module(axis.device_type)
 
 
-class FirstForward:
-    """Before the first forward: the ranks of the axis look whether they got the same batch and random state.
+class SameInputs:
+    """Before each forward of a model: the ranks of its tensor axis look whether they are at the same one.
 
-    A sampler over all ranks gives each its own batch, and the sums over ranks would then be sums of nothing sensible.
+    A sampler over all ranks gives each its own batch, and the sums over ranks would then be sums of nothing sensible;
+    for tensors of other shapes the ranks would wait for each other for ever.
+
+    every forward   one message over the CPU: in which mode it is, shapes and values of what it is given
+    the first       random states as well
+    in a pipeline   the first alone: the pipeline looks once for all micro-batches of a step (`Streams`)
+
+    Values that are on a device are told with the next forward, since to read them at once would wait for the device.
     """
 
-    def __init__(self, model: nn.Module, axis: DeviceMesh) -> None:
-        self.axis = axis
-        self.has_looked = False
-        model.register_forward_pre_hook(self.look, with_kwargs=True)
-
-    def __deepcopy__(self, memo: object) -> FirstForward:
-        return self
+    def __init__(self, model: nn.Module, axis: DeviceMesh, comm: Comm) -> None:
+        """`comm`: the ranks of the axis, by the CPU. Once the model has an engine, that one's takes its place, whose
+        calls are watched: a rank that is alone in a forward is named."""
+        self.axis, self._comm = axis, comm
+        self.at_hand = ("cpu",)
+        """Kinds of devices whose values are told at once."""
+        self._has_looked = False
+        self._later: tuple[Tensor, Done] | None = None  # fingerprints on their way to the host, and when they are there
+        hook = torch.compiler.disable(self.look, reason="what it compares is on the host")
+        model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.has_looked:  # the hook stays: to take it away inside a forward would be a change of the model
+        is_first, self._has_looked = not self._has_looked, True
+        engine = getattr(model, "_zerofold_engine", None)
+        comm = self._comm
+        if isinstance(engine, Engine) and engine.pipeline is None:
+            comm = engine.groups.model or comm
+        elif isinstance(engine, Engine) and not is_first:
             return
-        self.has_looked = True
-        inputs = checksum((args, kwargs))
-        state = checksum([module.get_rng_state() for module in _generators(self.axis)])
-        lowest = torch.tensor([inputs, state], dtype=torch.int64, device=self.axis.device_type)
-        highest = lowest.clone()
-        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.axis.get_group())
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.axis.get_group())
-        same_inputs, same_state = (lowest == highest).tolist()
-        ranks = ", ".join(map(str, self.axis.mesh.flatten().tolist()))
-        if not same_inputs:
-            raise ValueError(
-                f"ranks {ranks} share the inside of every layer and got different inputs: give them the same batch, "
-                "chosen by mesh.coordinate['data']"
-            )
+        tensors = list(tensors_in((args, kwargs)))
+        seen = _Seen(_mode(model), _shapes(tensors), *self._values(tensors, at_once=is_first))
+        state = checksum([module.get_rng_state() for module in _generators(self.axis)]) if is_first else 0
+        numbers = [zlib.crc32(f"{seen.mode} {seen.shapes}".encode()), seen.values, seen.values_before, state]
+        told = torch.tensor([*numbers, *(-number for number in numbers)])
+        comm.all_reduce(told, unit=_UNIT, op=dist.ReduceOp.MAX).wait()
+        *same_inputs, same_state = (told[:4] == -told[4:]).tolist()
+        if not all(same_inputs):
+            raise ValueError(_difference(comm.global_ranks, comm.all_gather_objects(seen, unit=_UNIT)))
         if not same_state and model.training and _drops(model):
             raise ValueError(
-                f"ranks {ranks} share the inside of every layer and would draw different dropout masks: seed them "
-                "alike, by mesh.coordinate['data']"
+                f"ranks {', '.join(map(str, comm.global_ranks))} share the inside of every layer and would draw "
+                "different dropout masks: seed them alike, by mesh.coordinate['data']"
             )
+
+    def _values(self, tensors: Sequence[Tensor], *, at_once: bool) -> tuple[int, int]:
+        """Of these, and of those of the forward before that have been on a device."""
+        before, self._later = self._later, None
+        found: dict[bool, list[Tensor]] = {True: [], False: []}
+        for tensor in tensors:
+            if tensor.layout is torch.strided and tensor.device.type != "meta" and not isinstance(tensor, DTensor):
+                flat = tensor.detach().reshape(-1)
+                every = 1 if at_once else -(-max(1, flat.numel()) // _COMPARED)
+                found[at_once or tensor.device.type in self.at_hand].append(fingerprint_tensor(flat[::every]))
+        if found[False]:
+            kept = torch.stack(found[False]).to("cpu", non_blocking=True)
+            is_cuda = found[False][0].is_cuda
+            self._later = kept, Done(torch.cuda.current_stream().record_event() if is_cuda else None)
+        if before is not None:
+            before[1].finish()
+        late = [] if before is None else before[0].tolist()
+        return combine(*map(int, found[True])) // 4, combine(*late) // 4  # so that they fit below zero as well
+
+
+class _Seen(NamedTuple):
+    """What one rank is given."""
+
+    mode: str
+    shapes: str
+    values: int
+    values_before: int  # in the forward before, as far as they have been on a device
+
+
+def _mode(model: nn.Module) -> str:
+    gradients = "with" if torch.is_grad_enabled() else "without"
+    return f"{'training' if model.training else 'evaluation'} {gradients} gradients"
+
+
+def _shapes(tensors: Sequence[Tensor]) -> str:
+    """In an order of its own: keyword arguments may come in any."""
+    return " and ".join(sorted(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)) or "no tensor"
+
+
+def _difference(ranks: Sequence[int], seen: Sequence[_Seen]) -> str:
+    first, odd = seen[0], next(index for index, each in enumerate(seen) if each != seen[0])
+    here, there, other = ranks[0], ranks[odd], seen[odd]
+    what, fix = "got different inputs", "give them the same batch, chosen by mesh.coordinate['data']"
+    if first.mode != other.mode:
+        what, fix = "are at different forwards", "all of them must call it alike, also an evaluation"
+        how = f"rank {here} is in {first.mode}, rank {there} in {other.mode}"
+    elif first.shapes != other.shapes:
+        how = f"rank {here} has {first.shapes}, rank {there} has {other.shapes}"
+    else:
+        when = "" if first.values != other.values else " in the forward before this one"
+        how = f"rank {there} has other values in its {other.shapes} than rank {here}{when}"
+    return f"ranks {', '.join(map(str, ranks))} share the inside of every layer and {what}: {how}; {fix}"
 
 
 def checksum(values: Any) -> int:

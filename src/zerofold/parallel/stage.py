@@ -53,7 +53,6 @@ class StageModule(nn.Module):
         self.number = 0  # of the one that runs: torch's schedules see numbers alone, so inputs may be anything
         self.stream: Stream | None = None
         self.splits_backward = False
-        self._has_looked = False  # whether it can be split
         self.goes_on: Callable[[], bool] = lambda: True
         """Whether all ranks that share this stage's layers have failed as well: else they wait for this one."""
 
@@ -98,14 +97,14 @@ class StageModule(nn.Module):
         return self._splittable(torch.stack([self._loss(output, batch.target)]))
 
     def _splittable(self, output: Tensor) -> Tensor:
-        """Looks once: torch would fail in the backward of one rank, and the others wait for it."""
-        if self.splits_backward and not self._has_looked and output.grad_fn is not None:
-            if any(node.name() == _REENTRANT for node in _graph(output.grad_fn)):
-                raise ValueError(
-                    f"stage {self.stage.index} has checkpoints with use_reentrant=True, whose backward cannot be split "
-                    "as schedule='zero_bubble' and 'zbv' do: pass use_reentrant=False, or use schedule='1f1b'"
-                )
-            self._has_looked = True
+        """Looks in each step, since checkpoints may be switched on between two, at its first micro-batch: torch would
+        fail in the backward of one rank, and the others wait for it."""
+        looks = self.splits_backward and self.number == 0
+        if looks and any(node.name() == _REENTRANT for node in _graph(output.grad_fn)):
+            raise ValueError(
+                f"stage {self.stage.index} has checkpoints with use_reentrant=True, whose backward cannot be split as "
+                "schedule='zero_bubble' and 'zbv' do: pass use_reentrant=False, or use schedule='1f1b'"
+            )
         return output
 
     def _checked(self, stream: Tensor) -> Tensor:
@@ -138,9 +137,10 @@ class StageModule(nn.Module):
         return loss.reshape(()).float()
 
 
-def _graph(root: Node) -> Iterator[Node]:
+def _graph(root: Node | None) -> Iterator[Node]:
     """Every node that the output of `root` depends on."""
-    seen, ahead = {root}, [root]
+    ahead = [] if root is None else [root]
+    seen = set(ahead)
     while ahead:
         node = ahead.pop()
         yield node

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from zerofold.agree import agree
+from zerofold.comm import Comm
 from zerofold.engine import Engine
-from zerofold.groups import make_control
-from zerofold.parallel.alike import FirstForward, own_random_state, share_random_state
+from zerofold.groups import make_control, make_model_group
+from zerofold.parallel.alike import SameInputs, own_random_state, share_random_state
 from zerofold.parallel.known import Wish, plan_for
 from zerofold.parallel.local import View, Views, is_in_a_graph, keep, part_of_placement
 from zerofold.parallel.marks import TensorSpread, was_spread
@@ -75,7 +76,7 @@ def tensor_parallel(
     TensorSpread(mesh.tensor, sequence, words).leave_on(model)
     model.register_state_dict_pre_hook(_refuse_parts)
     share_random_state(axis)
-    FirstForward(model, axis)
+    _compare_inputs(model, mesh, control)
     return model
 
 
@@ -112,7 +113,7 @@ def take_in(model: nn.Module, mesh: Mesh) -> dict[int, nn.Parameter]:
     _share_values(model, axis)  # torch has cut some layers, and left others to each rank's own seed
     TensorSpread(mesh.tensor).leave_on(model)
     model.register_state_dict_pre_hook(_refuse_parts)
-    FirstForward(model, axis)
+    _compare_inputs(model, mesh, control)
     return made
 
 
@@ -189,6 +190,12 @@ def _refuse_parts(model: nn.Module, prefix: str, keep_vars: bool) -> None:
         part = part_of(parameter)
         if part is not None and part.is_cut:
             raise RuntimeError(state_dict_of_parts(name, part))
+
+
+def _compare_inputs(model: nn.Module, mesh: Mesh, control: Comm) -> None:
+    comm = make_model_group(mesh.groups(TENSOR), control)
+    assert comm is not None, "there are several tensor ranks"
+    SameInputs(model, mesh.along(TENSOR), comm)
 
 
 def _share_values(model: nn.Module, axis: DeviceMesh) -> None:
