@@ -70,8 +70,11 @@ def plan_command(
     ] = 1,
     schedule: Annotated[str, typer.Option(help=f"Of the pipeline: {', '.join(SCHEDULES)}.")] = "1f1b",
     chunks: Annotated[
-        int, typer.Option(min=1, help="Runs of blocks on a device, with interleaved and zero_bubble.")
-    ] = 2,
+        int,
+        typer.Option(
+            min=0, help="Runs of blocks on a device, with interleaved (2) and zero_bubble (1); 0: the schedule's own."
+        ),
+    ] = 0,
     contiguous_gradients: Annotated[
         bool,
         typer.Option("--contiguous-gradients", help="M_d: gradients in one block, there before the first forward."),
