@@ -24,6 +24,7 @@ from zerofold.engine import Engine
 from zerofold.memory.host import host_memory
 from zerofold.nested import tensors_in
 from zerofold.offload.budget import device_memory
+from zerofold.parallel.marks import sequence_ranks
 from zerofold.placement import Tier
 from zerofold.plan.keeping import Choice, Stream, choose
 from zerofold.plan.machine import Machine
@@ -132,8 +133,10 @@ class Automatic:
         engine = engine if isinstance(engine, Engine) else None
         machine = machine_here(self._device, engine, path=self._path, budget=self._budget)
         spread = None if engine is None else engine.spread
+        stages = None if engine is None else engine.pipeline
+        is_first = stages is None or stages.share.has_embedding
         seen = replace(
-            self._longest,
+            _of_sequence_ranks(self._longest, sequence_ranks(model), is_whole=is_first),
             vocab=_vocabulary(model),
             tensor=1 if spread is None else spread.tensor,
             at_once=1 if spread is None else spread.pipeline,
@@ -167,10 +170,20 @@ class Automatic:
 
 
 def _stream_of(tensor: Tensor) -> Stream:
-    """Of a DTensor each rank has a part already (sequence parallelism): nothing is left to cut, and stores leave it
-    where it is."""
-    own = tensor.to_local().nbytes if is_dtensor(tensor) else None  # type: ignore[attr-defined]
-    return Stream(nbytes=tensor.nbytes, tokens=max(1, tensor.numel() // max(1, tensor.shape[-1])), own=own)
+    """Of a DTensor each rank has a part already (sequence parallelism)."""
+    stays = is_dtensor(tensor)
+    own = tensor.to_local().nbytes if stays else None  # type: ignore[attr-defined]
+    tokens = max(1, tensor.numel() // max(1, tensor.shape[-1]))
+    return Stream(nbytes=tensor.nbytes, tokens=tokens, own=own, stays=stays)
+
+
+def _of_sequence_ranks(stream: Stream, ranks: int, *, is_whole: bool) -> Stream:
+    """`is_whole`: it is what the model's first block gets, which cuts it for the others; else a part already."""
+    if ranks == 1 or stream.stays:
+        return stream
+    if is_whole:
+        return replace(stream, own=-(-stream.nbytes // ranks))
+    return replace(stream, own=stream.nbytes, nbytes=ranks * stream.nbytes, tokens=ranks * stream.tokens)
 
 
 def _say(choice: Choice) -> None:

@@ -36,7 +36,9 @@ class Stream:
     at_once: int = 1
     """Micro-batches that are on their way through a pipeline."""
     own: int | None = None
-    """Bytes of this rank's part of it, where the ranks have cut it already along the sequence: it stays as it is."""
+    """Bytes of this rank's part of it, where the ranks have cut it along the sequence. The first block gets all."""
+    stays: bool = False
+    """No store takes it, as with a DTensor."""
     others: int = 0
     """Bytes of all other inputs of blocks in a forward, each kept once: an encoder's result, T5's bias."""
     whole: int = 0
@@ -102,7 +104,7 @@ def choose(
 def _candidates(point: Point, machine: Machine, stream: Stream, can_cut: bool) -> Iterator[Point]:
     parts = can_cut and stream.tensor > 1
     yield replace(point, checkpoints_on=Tier.DEVICE.value, partition=False)
-    if stream.own is not None:
+    if stream.stays:
         return
     if parts:
         yield replace(point, checkpoints_on=Tier.DEVICE.value, partition=True)
@@ -121,11 +123,13 @@ def _activity(units: Sequence[UnitShape], stream: Stream, place: Point) -> Activ
     """A micro-batch counts as one sample. In parts, two of the inputs are whole at a time."""
     shares = Shares.of(Point(tensor=stream.tensor, sequence_parallel=stream.own is not None))
     every, inside = place.checkpoint_every, stream.nbytes * shares.inside
-    one = (stream.nbytes if stream.own is None else stream.own) / (stream.tensor if place.partition else 1)
+    own = stream.nbytes if stream.own is None else stream.own
+    one = own / (stream.tensor if place.partition else 1)
     rebuilt = 2 * stream.nbytes if place.partition else 0
     blocks = [number for number, unit in enumerate(units) if unit.name != ROOT]
     groups = -(-len(blocks) // every)
-    beside = stream.whole + (stream.others - stream.whole) / (stream.tensor if place.partition else 1)
+    alike = stream.others - stream.whole
+    beside = stream.nbytes - own + stream.whole + alike / (stream.tensor if place.partition else 1)
     others = (stream.at_once - 1) * groups * one + stream.at_once * beside
     logits = stream.tokens * stream.vocab * LOGIT_BYTES
 
