@@ -17,6 +17,7 @@ ROOMS = [
     "part",
     "parallel.mesh",
     "parallel.marks",
+    "parallel.schedules",  # what counts they take: the plan asks too
     "placement",
     "loss_scale",
     "samples",

@@ -19,7 +19,7 @@ from zerofold.plan.point import Point
 from zerofold.plan.presets import preset
 from zerofold.plan.shape import UnitShape
 from zerofold.plan.transformer import from_parameters
-from zerofold.train.gpt import GPTConfig
+from zerofold.train.gpt import GPT, GPTConfig
 from zerofold.train.loop import Training
 from zerofold.train.options import TrainOptions
 
@@ -28,9 +28,11 @@ UNITS = [UnitShape(name="", trained=10**8), *(UnitShape(name=f"blocks.{i}", trai
 POINT = Point(stage="3", checkpoint_every=1)
 
 BUDGET_FOR_PARTS = 16 * 2**20
+SEQUENCE_BUDGET = 10 * 2**20
+LONG = 3 * 2**15
 
 
-def stream(tokens: int, **more: int) -> Stream:
+def stream(tokens: int, **more: Any) -> Stream:
     return Stream(nbytes=tokens * 4096 * 2, tokens=tokens, **more)
 
 
@@ -49,6 +51,36 @@ def test_the_first_place_with_room(tokens: int, machine: Any, tensor: int, expec
     found = choose(UNITS, stream(tokens, tensor=tensor), machine, POINT, can_cut=True)
     assert (found.keep, found.partition) == expected, found.sentence
     assert found.fits
+
+
+def test_a_stream_that_is_in_parts_already_counts_as_such() -> None:
+    """Sequence-parallel ranks: too much for the device if each had all of it. No store takes DTensors elsewhere."""
+    whole, parts = (choose(UNITS, stream(LONG, tensor=2, own=own), H200, POINT) for own in (None, LONG * 4096))
+    assert (whole.keep, parts.keep, parts.fits) == ("host", "device", True)
+    for stays, keep in ((False, "host"), (True, "device")):
+        found = choose(UNITS, stream(2 * LONG, tensor=2, own=LONG * 8192, stays=stays), H200, POINT)
+        assert (found.keep, found.fits) == (keep, not stays)
+
+
+def sequence_parallel(budget: int) -> str:
+    """Where inputs wait."""
+    mesh = zf.mesh(tensor=2, device="cpu")
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=8, hidden=32, heads=2, seq=256))
+    zf.tensor_parallel(model, mesh, sequence_parallel=True)
+    model, _ = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, mesh=mesh)
+    checkpointing = zf.checkpoint_blocks(model, keep="auto", budget=budget)
+    tokens = torch.zeros(8, 256, dtype=torch.long)
+    model(tokens, tokens).backward()
+    found = "device" if checkpointing.store is None else checkpointing.store.tier.value
+    checkpointing.remove()
+    zf.close(model)
+    return found
+
+
+def test_blocks_of_sequence_parallel_ranks_keep_parts(ranks: Any) -> None:
+    """The first block is given all of the stream, and the others a half: there is room for that."""
+    assert ranks(2, sequence_parallel, SEQUENCE_BUDGET) == ["device"] * 2
 
 
 def test_what_fits_nowhere_is_said() -> None:

@@ -20,6 +20,9 @@ from zerofold.memory.disk_blocks import Block as DiskBlock
 TENSOR, SAMPLES, LENGTH, HEADS = 2, 4, 16, 4
 STREAM = SAMPLES * LENGTH * zoo.WIDTH * 4  # bytes; of an encoder's result too
 BIAS = HEADS // TENSOR * LENGTH * LENGTH * 4
+LONG = 256
+LONG_BIAS = HEADS // TENSOR * LONG * LONG * 4
+BUDGET = 19 * 2**20 // 10  # room for the halves of all inputs, and not for two whole biases
 
 
 def t5_trained(how: dict[str, Any] | None, *, has_zeros: bool) -> tuple[list[Tensor], dict[str, int]]:
@@ -152,3 +155,33 @@ def test_a_disk_that_loses_what_was_kept_whole_ends_the_backward_of_all(ranks: A
     for message in ranks(TENSOR, lost, str(tmp_path)):
         assert "DiskError" in message
         assert "rank 1 has lost its part of the input of a checkpoint: " in message
+
+
+def t5_auto(budget: int) -> list[tuple[str, str]]:
+    """Where inputs wait in each step, and what the choice says. The bias of long sequences is most of them."""
+    mesh = zf.mesh(tensor=TENSOR, device="cpu")
+    torch.manual_seed(3)
+    model = zoo.t5()
+    zf.tensor_parallel(model, mesh)
+    model, _ = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=2, mesh=mesh)
+    checkpointing = zf.checkpoint_blocks(model, keep="auto", partition=mesh, budget=budget)
+    found = []
+    for _ in range(4):
+        tokens = torch.arange(LONG).remainder(zoo.VOCABULARY)[None]
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        store = checkpointing.store
+        place = "device" if store is None else f"{'parts, ' * (store.partition is not None)}{store.tier.value}"
+        found.append((place, checkpointing.choice))
+    checkpointing.remove()
+    zf.close(model)
+    return found
+
+
+def test_what_is_kept_whole_is_known_after_a_forward_and_the_choice_is_corrected(ranks: Any) -> None:
+    """First streams alone are known, then that there are other inputs, and in parts which of them are not alike."""
+    for found in ranks(TENSOR, t5_auto, BUDGET):
+        places, said = zip(*found, strict=True)
+        assert places == ("device", "parts, device", "parts, host", "parts, host")
+        assert "not alike" not in said[1]
+        whole = f"{2 * LONG_BIAS / 2**20:.1f} MiB of them, which tensor ranks do not hold alike, are kept whole"
+        assert whole in said[2]

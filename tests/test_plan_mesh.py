@@ -8,15 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.pipelining as torch_pipelining
+from tests.pipeline_models import loss_fn, make, optimizer
 from tests.plan_models import H200, gpt
 from tests.test_plan_command import invoke
 
 import zerofold as zf
 from zerofold.plan.memory import memory
-from zerofold.plan.pipelining import in_flight
+from zerofold.plan.pipelining import SCHEDULES, can_run, in_flight
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
+from zerofold.plan.space import Space
 from zerofold.plan.times import times
 from zerofold.plan.traffic import traffic
 
@@ -185,10 +188,11 @@ def test_the_command_shows_the_mesh_and_its_costs() -> None:
     text = " ".join(done.output.split())
     assert "8 devices: data 2, tensor 2, pipeline 2 (1f1b)" in text
     assert "a stage waits 20% of its time for others" in text
-    assert "mesh=zf.mesh(data=2, tensor=2, pipeline=2)" in text
+    assert "zf.pipeline(model, mesh=zf.mesh(data=2, tensor=2, pipeline=2), microbatches=4, schedule='1f1b')" in text
     found = json.loads(invoke(*sizes, *degrees, "--json").output)
     assert found["mesh"]["bubble"] == pytest.approx(1 / 5)
     assert found["mesh"]["in_flight"] == 2
+    assert found["recommended"]["pipeline_config"] == {"microbatches": 4, "schedule": "1f1b"}
     sent = {(each["collective"], each["group"]) for each in found["stages"][3]["sent"]}
     assert {("all_reduce", "tensor"), ("send", "pipeline")} <= sent
 
@@ -199,7 +203,11 @@ def test_the_command_shows_the_mesh_and_its_costs() -> None:
         ({"tensor": 3}, "tensor=3 does not divide the 16 attention heads"),
         ({"tensor": 2, "pipeline": 3}, "do not divide 8 devices"),
         ({"pipeline": 8, "schedule": "interleaved", "chunks": 4}, "needs at least 32 blocks"),
-        ({"schedule": "2f2b", "pipeline": 2}, "choose gpipe, 1f1b, interleaved, zero_bubble or zbv"),
+        ({"schedule": "2f2b", "pipeline": 2}, "did you mean '1f1b'?"),
+        ({"pipeline": 4}, "accumulate=1 cannot fill 4 stages with schedule='1f1b': give at least 4"),
+        ({"pipeline": 2, "accumulate": 5, "schedule": "interleaved"}, "accumulate=5 do not make 2 equal rounds"),
+        ({"pipeline": 2, "accumulate": 4, "chunks": 3}, "chunks=3, but with schedule='1f1b' a rank has one stage"),
+        ({"pipeline": 4, "global_batch": 4}, "give at least 8, or use schedule='gpipe'"),
         ({"partition": True}, "tensor=1"),
         ({"partition": True, "tensor": 2, "sequence_parallel": True}, "nothing to cut"),
         ({"keep": "attic"}, "keep='attic' is not known"),
@@ -210,6 +218,46 @@ def test_degrees_that_cannot_be_are_refused(given: dict[str, Any], said: str) ->
     with pytest.raises(ValueError) as caught:
         zf.plan(layers=16, hidden=1024, heads=16, world_size=8, **given)
     assert said in str(caught.value)
+
+
+def taken_by_a_pipeline(counts: tuple[int, ...]) -> list[tuple[str, int]]:
+    """Those with which a model is cut and takes a step."""
+    mesh, found = zf.mesh(pipeline=2, device="cpu"), []
+    for schedule in SCHEDULES:
+        for count in counts:
+            model = make("gpt")
+            try:
+                pipe = zf.pipeline(model, mesh, microbatches=count, schedule=schedule, loss_fn=loss_fn)
+            except ValueError:
+                continue
+            pipe, _ = zf.prepare(pipe, optimizer(pipe.parameters()), stage=1, mesh=mesh)
+            tokens = torch.arange(8).repeat(count, 1)
+            pipe.step(tokens, target=tokens)
+            zf.close(model)
+            found.append((schedule, count))
+    return found
+
+
+def test_a_plan_takes_what_a_pipeline_takes(ranks: Any) -> None:
+    counts = (1, 3, 5)
+    planned = [Point(pipeline=2, schedule=each, accumulate=count) for each in SCHEDULES for count in counts]
+    taken = [(point.schedule, point.accumulate) for point in planned if can_run(point)]
+    assert {("gpipe", 1), ("interleaved", 3), ("1f1b", 3)} <= set(taken)
+    assert not {("1f1b", 1), ("interleaved", 5), ("zero_bubble", 5)} & set(taken)
+    assert ranks(2, taken_by_a_pipeline, counts) == [taken] * 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_samples_are_divided_as_the_pipeline_takes_them(schedule: str) -> None:
+    """By the plan of each row and by the search, whose points no pipeline refuses."""
+    given = {"layers": 16, "hidden": 1024, "heads": 16, "world_size": 8, "pipeline": 4, "schedule": schedule}
+    found = zf.plan(**given, global_batch=20)
+    assert all(can_run(each.point) for each in (*found.stages, *found.offloaded))
+    assert {each.point.samples for each in found.stages} == {10}
+    space = Space(model=MODEL, machine=MACHINE, global_samples=48)
+    groups = list(space.groups())
+    assert all(map(can_run, groups))
+    assert any(group.pipeline > 1 for group in groups)
 
 
 @pytest.mark.parametrize("tensor", [2, 3])

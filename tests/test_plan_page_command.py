@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from torch import nn
 from browser import Page
 from test_plan_command import invoke, planned
 from test_plan_page import shown, type_in
+from zerofold.placement import Tier, Tiers
+from zerofold.plan.point import Point
+from zerofold.plan.point import name_of as name_of_point
 
 GPT = ["--layers", "6", "--hidden", "320", "--heads", "5", "--vocab", "50257", "--checkpoint-every", "1"]
 LLAMA = {
@@ -127,3 +131,44 @@ def test_the_page_tells_the_choice_its_config_and_when_they_are_of_other_numbers
         "(() => { const box = document.getElementById('numbers'); return box.scrollWidth > box.clientWidth + 1 })()"
     )
     assert page.js("document.getElementById('aside').hidden") != page.js(is_cut)
+
+
+SMALL = ["--params", "3e9", "--preset", "A100-40", "--host-memory", "40GB", "--disk", "30GB"]
+
+
+@pytest.mark.parametrize("position", [(8, 4, 2048), (2, 64, 2048), (6, 300, 1000)])
+def test_what_fits_is_written_anew_and_the_command_tells_the_rest(
+    page: Page, tmp_path: Path, position: tuple[int, int, int]
+) -> None:
+    """By row, with what is missing, as the very command says that the page gives for these numbers."""
+    file, more = tmp_path / "a plan.html", ["--contiguous-gradients", "--no-flash", "--link-inside", "12.5"]
+    assert invoke(*asked(SMALL, 8, 4, 2048), *more, "--html", str(file)).exit_code == 0
+    page.open(file)
+    for name, value in zip(("devices", "batch", "sequence"), position, strict=True):
+        type_in(page, name, value)
+    words = shlex.split(page.js("document.getElementById('command').textContent"))
+    assert words[:2] == ["zerofold", "plan"]
+    assert set(more) <= set(words)
+    found = planned(*words[2:])
+    rows = [row for row in found["stages"] + found["offloaded"] if row["tiers"] != "auto"]
+    assert [row["micro_batch"] for row in rows] == [position[1]] * len(rows)
+    listed = "[...document.querySelectorAll('{}')].map((each) => each.innerText)"
+    bad = [said_of(row) + f": {row['lacks']}" for row in rows if not row["fits"]]
+    good = "; ".join(said_of(row) for row in rows if row["fits"])
+    assert page.js(listed.format("#lacking li")) == bad
+    (fitting,) = page.js(listed.format("#fitting"))
+    assert fitting == (f"Fits: {good}" if good else "No row of this page fits.")
+    assert any("host memory of a node" in each for each in bad)
+    is_start = position == (8, 4, 2048)
+    assert page.js("[...document.querySelectorAll('.of-start')].every((each) => each.hidden)") != is_start
+    assert page.js("document.getElementById('moved').hidden") == is_start
+    assert page.js("document.querySelector('h1').textContent") == found["title"]
+    page.assert_sound(file)
+
+
+def said_of(row: dict[str, Any]) -> str:
+    return name_of_point(Point(stage=str(row["stage"]), tiers=Tiers(*(Tier(each) for each in in_order(row)))))
+
+
+def in_order(row: dict[str, Any]) -> list[str]:
+    return [row["tiers"][state] for state in ("optimizer", "gradients", "parameters")]

@@ -38,6 +38,10 @@ class Gradients(Protocol):
     def lie_in(self, flat: Tensor) -> None: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def device_nbytes(self) -> int: ...
+    @property
+    def local_nbytes(self) -> int: ...
 
 
 class WholeGradients:
@@ -130,6 +134,14 @@ class WholeGradients:
         loose = [p.grad for p in self.parameters if p.grad is not None]
         storage = None if flat is None else flat.untyped_storage().data_ptr()
         return inside + sum(grad.nbytes for grad in loose if grad.untyped_storage().data_ptr() != storage)
+
+    @property
+    def device_nbytes(self) -> int:
+        return self.nbytes
+
+    @property
+    def local_nbytes(self) -> int:
+        return 0  # what adds up is the gradient itself
 
 
 class FaceGradients:
@@ -328,14 +340,22 @@ class FaceGradients:
 
     @property
     def nbytes(self) -> int:
-        flat = self._flat
+        if self._flat is not None:
+            return self._flat.nbytes + self.local_nbytes
+        shown = [face.grad for face in self.faces]
+        return self.local_nbytes + sum(grad.form.nbytes for grad in shown if isinstance(grad, ShardedTensor))
+
+    @property
+    def device_nbytes(self) -> int:
+        """Of them, what is in the memory of the device."""
+        return self.nbytes
+
+    @property
+    def local_nbytes(self) -> int:
+        """Of them, what this rank alone has added up so far, and memory that is kept for it."""
         waiting = [gradient for gradient in self._local if gradient is not None]
         local = sum(gradient.nbytes for gradient in waiting if not self._is_among_sums(gradient))
-        local += 0 if self._sums is None else self._sums.nbytes
-        if flat is not None:
-            return flat.nbytes + local
-        shown = [face.grad for face in self.faces]
-        return local + sum(grad.form.nbytes for grad in shown if isinstance(grad, ShardedTensor))
+        return local + (0 if self._sums is None else self._sums.nbytes)
 
 
 def _refuse_sparse(parameter: Tensor) -> None:

@@ -89,6 +89,17 @@ class AwayGradients(FaceGradients):
         if self._is_in_place:
             self.spoiled.update(waiting)  # zeros, to which the last backward adds
 
+    @property
+    def nbytes(self) -> int:
+        return self.room.nbytes + self.device_nbytes
+
+    @property
+    def device_nbytes(self) -> int:
+        """What waits to go to the room, and what stays for an update that needs it here."""
+        own = self.room.untyped_storage().data_ptr()
+        shown = [face.grad.form for face in self.faces if isinstance(face.grad, ShardedTensor)]
+        return self.local_nbytes + sum(form.nbytes for form in shown if form.untyped_storage().data_ptr() != own)
+
     def _notice_clearing(self, index: int) -> None:
         shown = self.faces[index].grad
         if isinstance(shown, ShardedTensor) and shown.is_used_up and shown.was_zeroed:

@@ -12,15 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofold.activation.chains import first_of
+from zerofold.activation.checkpointing import is_to_be_kept
 from zerofold.activation.held import Held
-from zerofold.activation.partition import Partition
+from zerofold.activation.partition import Partition, is_dtensor
 from zerofold.activation.store import CheckpointStore
 from zerofold.activation.wishes import AUTO as AUTO  # zerofold.train asks for it here
 from zerofold.engine import Engine
 from zerofold.memory.host import host_memory
+from zerofold.nested import tensors_in
 from zerofold.offload.budget import device_memory
+from zerofold.parallel.marks import sequence_ranks
 from zerofold.placement import Tier
 from zerofold.plan.keeping import Choice, Stream, choose
 from zerofold.plan.machine import Machine
@@ -36,8 +40,9 @@ _DISK_RATE = 2e9  # for the line that says what it costs
 class Automatic:
     """Runs checkpointed functions for the blocks of one model, their inputs kept where there is room.
 
-    It looks when a block gets more than any got before, so in the first forward, and in one with longer sequences. Once
-    inputs leave the device they do so for good.
+    It looks when a block gets more than any got before, so in the first forward, and in one with longer sequences. What
+    blocks get besides, and what of it tensor ranks do not hold alike, is known when such a forward is through: then it
+    looks once more. Once inputs leave the device they do so for good.
     """
 
     def __init__(
@@ -53,53 +58,93 @@ class Automatic:
     ) -> None:
         self._blocks, self._every, self._path, self._budget = dict(blocks), every, path, budget
         self._model, self._run, self.parts = model, run, parts
-        self._largest = 0
+        self._longest: Stream | None = None
+        self._width, self._device = 0, torch.device("cpu")  # of its elements, and where it was
+        self._first = ""  # the group with which forwards begin
+        self._begins = self._is_new = False  # a forward; there is something that no whole forward has shown yet
+        self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # inputs of this forward besides streams
+        self._others = self._whole = 0  # their bytes, and of them what was kept whole
+        self._known = (0, 0)  # the most of both in any forward
         self.held = Held()
         self.choice: Choice | None = None
         """None before the first forward."""
         self.stores: list[CheckpointStore] = []
         """The last one is in use; those before it may still hold what a backward wants."""
 
+    def comes_to(self, name: str) -> None:
+        """The group that is called next. All ranks run the same forwards, so they look at the same moments."""
+        self._first = self._first or name
+        self._begins = name == self._first
+
     def __call__(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         stream = first_of((args, kwargs))
-        if stream is not None and stream.nbytes > self._largest:
-            self._largest = stream.nbytes
-            self._look(stream)
+        again = self._begins and self._is_new
+        if self._begins:
+            self._take_in()
+        if stream is not None and (self._longest is None or stream.nbytes > self._longest.nbytes):
+            self._longest, self._width, self._device = _stream_of(stream), stream.element_size(), stream.device
+            self._is_new = True
+            self._look(again=False)
+        elif again:
+            self._is_new = False
+            self._look(again=True)
         store = self.stores[-1] if self.stores else None
-        return self._run(fn, *args, store=store, **kwargs)
+        before = 0 if store is None else store.whole_nbytes
+        for tensor in tensors_in((args, kwargs)):
+            if tensor is not stream and tensor not in self._seen and is_to_be_kept(tensor):
+                self._seen[tensor] = None  # what several blocks take is kept once
+                self._others += tensor.nbytes
+        result = self._run(fn, *args, store=store, **kwargs)
+        self._whole += 0 if store is None else store.whole_nbytes - before
+        return result
 
-    def _look(self, stream: Tensor) -> None:
+    def _take_in(self) -> None:
+        """What the forward before has shown; a new one begins."""
+        self._known = max(self._others, self._known[0]), max(self._whole, self._known[1])
+        self._begins, self._others, self._whole = False, 0, 0
+        self._seen.clear()
+
+    def _look(self, *, again: bool) -> None:
         model = self._model()
         if model is None:
             return
-        found = self._choose(model, stream)
+        found = self._choose(model)
         if self.parts is not None:
             found = self.parts.furthest(found)
-        if self.choice is not None and found.distance <= self.choice.distance:
+        before, place = self.choice, found.distance
+        if before is not None and (place < before.distance or (place == before.distance and not again)):
             return
         self.choice = found
+        if before is not None and place == before.distance:
+            if found.partition and self._known[1]:
+                _say(found)
+            return
+        self._is_new = True
         if found.partition or found.keep != Tier.DEVICE.value:
             path = self._path if found.keep == Tier.NVME.value else None
             parts = self.parts if found.partition else None
             self.stores.append(CheckpointStore(found.keep, path=path, partition=parts))
             self.held.add(self.stores[-1])
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f'keep="auto": {found.sentence}.', flush=True)
+        _say(found)
 
-    def _choose(self, model: nn.Module, stream: Tensor) -> Choice:
+    def _choose(self, model: nn.Module) -> Choice:
+        assert self._longest is not None
         engine = getattr(model, "_zerofold_engine", None)
         engine = engine if isinstance(engine, Engine) else None
-        machine = machine_here(stream.device, engine, path=self._path, budget=self._budget)
+        machine = machine_here(self._device, engine, path=self._path, budget=self._budget)
         spread = None if engine is None else engine.spread
-        seen = Stream(
-            nbytes=stream.nbytes,
-            tokens=max(1, stream.numel() // max(1, stream.shape[-1])),
+        stages = None if engine is None else engine.pipeline
+        is_first = stages is None or stages.share.has_embedding
+        seen = replace(
+            _of_sequence_ranks(self._longest, sequence_ranks(model), is_whole=is_first),
             vocab=_vocabulary(model),
             tensor=1 if spread is None else spread.tensor,
             at_once=1 if spread is None else spread.pipeline,
+            others=max(self._known),
+            whole=self._known[1],
         )
         units = _units(model, self._blocks)
-        precision = "fp32" if stream.element_size() > 2 else "bf16"
+        precision = "fp32" if self._width > 2 else "bf16"
         point = Point(stage="0", checkpoint_every=self._every, precision=precision)
         if engine is None:
             return choose(units, seen, machine, point, widths=Widths.of(policy_of(None)))
@@ -122,6 +167,28 @@ class Automatic:
             widths=Widths.of(engine.precision),
             tiers=tiers or None,
         )
+
+
+def _stream_of(tensor: Tensor) -> Stream:
+    """Of a DTensor each rank has a part already (sequence parallelism)."""
+    stays = is_dtensor(tensor)
+    own = tensor.to_local().nbytes if stays else None  # type: ignore[attr-defined]
+    tokens = max(1, tensor.numel() // max(1, tensor.shape[-1]))
+    return Stream(nbytes=tensor.nbytes, tokens=tokens, own=own, stays=stays)
+
+
+def _of_sequence_ranks(stream: Stream, ranks: int, *, is_whole: bool) -> Stream:
+    """`is_whole`: it is what the model's first block gets, which cuts it for the others; else a part already."""
+    if ranks == 1 or stream.stays:
+        return stream
+    if is_whole:
+        return replace(stream, own=-(-stream.nbytes // ranks))
+    return replace(stream, own=stream.nbytes, nbytes=ranks * stream.nbytes, tokens=ranks * stream.tokens)
+
+
+def _say(choice: Choice) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f'keep="auto": {choice.sentence}.', flush=True)
 
 
 def machine_here(

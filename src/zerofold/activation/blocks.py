@@ -277,6 +277,8 @@ class _Group:
         store = self.checkpointing.store
         if store is not None and not store.depth:
             store.name = self.name
+        if isinstance(self._plain_run, Automatic):
+            self._plain_run.comes_to(self.name)
         return self._plain_run(fn, *args, **kwargs)
 
     def _pass(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

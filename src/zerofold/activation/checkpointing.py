@@ -108,7 +108,7 @@ def _with_store(store: CheckpointStore, run: Callable[..., Any], tensors: list[T
     run = partial(_inside, store, run)
     if store.depth:
         return torch_checkpoint(run, *tensors, **options)
-    chosen = [tensor for tensor in tensors if _is_to_be_kept(tensor)]
+    chosen = [tensor for tensor in tensors if is_to_be_kept(tensor)]
     cut = set(map(id, store.to_cut(tensors, chosen)))
     block = store.begin()
     kept = [(tensor, store.put(block, tensor, is_cut=id(tensor) in cut)) for tensor in chosen]
@@ -140,7 +140,7 @@ def _inside(store: CheckpointStore, run: Callable[..., Any], *tensors: Tensor) -
         store.depth -= 1
 
 
-def _is_to_be_kept(tensor: Tensor) -> bool:
+def is_to_be_kept(tensor: Tensor) -> bool:
     """What a block makes for the next. A mask or a table of positions is shared by all, and parameters have a home."""
     if isinstance(tensor, ShardedTensor) or type(tensor) not in (Tensor, nn.Buffer) or not has_bytes(tensor):
         return False

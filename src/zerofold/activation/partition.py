@@ -204,7 +204,7 @@ class Partition:
 
     def note_parts(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Of an input that is a part already; said once."""
-        found = next((tensor for tensor in tensors if _is_dtensor(tensor) and tensor.requires_grad), None)
+        found = next((tensor for tensor in tensors if is_dtensor(tensor) and tensor.requires_grad), None)
         if found is not None and not self._has_noted:
             self._has_noted = True
             warnings.warn(
@@ -231,7 +231,7 @@ def _checksum(tensor: Tensor) -> list[int]:
     return [tensor.numel(), *torch.stack(sums).tolist()]
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Where nobody has loaded torch's module for them, which takes half a second, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

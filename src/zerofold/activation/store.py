@@ -202,6 +202,8 @@ class CheckpointStore:
         self._wanted: weakref.ref[Block] | None = None  # the last one that backward came to
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that several blocks take, while they live
         self._calls = _Calls()
+        self.whole_nbytes = 0
+        """Of all inputs so far: those that were kept whole, since the ranks of a partition do not hold them alike."""
         self.peak_device_nbytes = 0
         """The most bytes of kept tensors that were on the device at once."""
         self.on_growth: Callable[[CheckpointStore, dict[str, int]], None] | None = None
@@ -259,6 +261,7 @@ class CheckpointStore:
             if self.partition is not None and (is_cut or shelf.can_fail):
                 whole = self.partition.whole(tensor, self.name, is_cut=is_cut)
             kept = Kept(shelf, tensor, whole)
+            self.whole_nbytes += tensor.nbytes if self.partition is not None and not is_cut else 0
             self._seen[tensor] = weakref.ref(kept)
         block.kept.append(kept)
         self._present.add(kept)

@@ -191,12 +191,12 @@ class Ledger:
         }
 
     def _by_tier(self) -> dict[str, dict[str, int]]:
-        """States by the memory they are in; on the device without what is gathered for a while."""
+        """States by the memory they are in; on the device without what is gathered for a while, and with local sums of
+        gradients whose place is elsewhere."""
         memory, held = self._engine.offloading.memory, totals(self._engine)
-        on_device = [slab for slab in self._engine.slabs() if slab.tiers.gradients is Tier.DEVICE]
         device = {
             "parameters": held.device_parameters,
-            "gradients": sum(slab.gradients.nbytes for slab in on_device),
+            "gradients": sum(slab.gradients.device_nbytes for slab in self._engine.slabs()),
             "optimizer": held.device_optimizer,
         }
         return {"device": device, **{tier.value: memory.bytes_by_state(tier) for tier in (Tier.HOST, Tier.NVME)}}

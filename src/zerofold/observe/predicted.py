@@ -13,6 +13,7 @@ from zerofold.observe.recording import Recording
 from zerofold.parallel.marks import loss_ranks, sequence_ranks
 from zerofold.placement import Tier
 from zerofold.plan.comparison import Parameter, predicted_for, shape_of
+from zerofold.plan.held import STEP_BYTES
 from zerofold.plan.machine import Machine
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Point
@@ -76,6 +77,9 @@ def predictions(
         precision=precision,
     )
     tiers = {name: tiers for name, tiers in engine.offloading.tiers.items() if tiers.is_offloaded}
+    # A pipeline adds up all of its micro-batches. A block of gradients was made for what `accumulate=` has said.
+    pipe = None if point.contiguous_gradients else engine.pipeline
+    backwards = point.accumulate if pipe is None else pipe.microbatches
     held = predicted_for(
         units,
         row=engine.row,
@@ -83,7 +87,7 @@ def predictions(
         group=point.group,
         precision=engine.precision,
         moments=_moments(engine),
-        accumulate=point.accumulate,
+        accumulate=backwards,
         tiers=tiers or None,
         live_bytes=point.live_bytes,
         buffer_bytes=point.buffer_bytes,
@@ -95,14 +99,21 @@ def predictions(
     on_device = measured["tier_bytes"][Tier.DEVICE.value]
     # Local sums are gone when the optimizer steps; without them that is the moment with none on their way.
     has_sums = keeps_sums(
-        engine.row, Widths.of(engine.precision), alone=engine.groups.control.size == 1, accumulate=point.accumulate
+        engine.row,
+        Widths.of(engine.precision),
+        alone=engine.groups.control.size == 1,
+        accumulate=backwards,
+        in_pipeline=engine.pipeline is not None and not point.contiguous_gradients,
     )
     gradients = recording.device_gradients if has_sums else recording.step_gradients
+    are_gradients = has_sums or (engine.groups.control.size == 1 and not engine.gradient_arena)
+    waiting = recording.passing_sums + (0 if are_gradients else recording.sums)
     if engine.gradient_arena:
         gradients += engine.gradient_arena - filled_by(engine.slabs(), sums_of=point.accumulate if has_sums else 0)
     found = [
         Line("parameters", Tier.DEVICE.value, BYTES, held.device["parameters"], on_device["parameters"]),
         Line("gradients", Tier.DEVICE.value, BYTES, held.device["gradients"], gradients),
+        Line("local sums", Tier.DEVICE.value, BYTES, held.waiting, waiting),
         Line("gradient arena", Tier.DEVICE.value, BYTES, held.gradient_arena, engine.gradient_arena),
         Line("optimizer", Tier.DEVICE.value, BYTES, held.device["optimizer"], on_device["optimizer"]),
         Line("fused buffers", Tier.DEVICE.value, BYTES, held.device["fused buffers"], engine.pool.nbytes),
@@ -130,7 +141,8 @@ def predictions(
         with_activations=False,
     )
     activations = {} if workload is None else _activations(engine, point, workload)
-    return Predicted([line for line in found if _says_something(line)], {**sent.bytes, **activations})
+    counters = STEP_BYTES * sum(parameter.is_trained for some in units.values() for parameter in some)
+    return Predicted([line for line in found if _says_something(line, counters)], {**sent.bytes, **activations})
 
 
 def _activations(engine: Engine, point: Point, workload: Workload) -> dict[tuple[str, str], float]:
@@ -157,7 +169,10 @@ def _activations(engine: Engine, point: Point, workload: Workload) -> dict[tuple
     return found
 
 
-def _says_something(line: Line) -> bool:
+def _says_something(line: Line, counters: int) -> bool:
+    """`counters`: what stays on the device of an optimizer whose states are all elsewhere."""
+    if line.line == "optimizer" and line.predicted == counters:
+        return False
     least = _COUNTERS if line.unit == BYTES else 0
     return bool(line.predicted) or (line.measured or 0) > least
 

@@ -12,6 +12,7 @@ import torch
 from zerofold.engine import Engine
 from zerofold.observe.states import Totals, totals
 from zerofold.placement import Tier
+from zerofold.schedule import in_backward
 from zerofold.timing import Tape
 from zerofold.unit import Unit
 
@@ -33,8 +34,14 @@ class CommRow(NamedTuple):
 class _Gradients(NamedTuple):
     """Of one unit, in bytes."""
 
-    everywhere: int
-    on_device: int
+    everywhere: int = 0
+    states: int = 0
+    """Of slabs whose gradients are on the device, local sums among them."""
+    passing: int = 0
+    """On the device, of slabs whose gradients are elsewhere."""
+    sums: int = 0
+    """Of the states: what this rank alone has added up so far."""
+    passing_sums: int = 0
 
 
 class Recording:
@@ -53,10 +60,13 @@ class Recording:
         """Bytes of gradients on the device when an optimizer has stepped: those it steps by, with none on their way."""
         self.device_gradients = 0
         """The most of them at any time."""
+        self.sums, self.passing_sums = 0, 0
+        """The most that local sums took between two micro-batches, or before a pipeline's reduction: of slabs whose
+        gradients are on the device, and of others."""
         self.device_peak = 0
         self.tier_peaks: dict[str, dict[str, int]] = {}
         self._gradients: dict[int, _Gradients] = {}
-        self._sums = _Gradients(0, 0)
+        self._sums = _Gradients()
         self._totals_of: object = None
         self._totals = Totals(0, 0, 0, 0)
         self._sent, self._calls = dict(engine.traffic.sent), dict(engine.traffic.counts)
@@ -123,7 +133,7 @@ class Recording:
             self._sample(None)
         self.tape.looks = is_looked_at(self.steps + 1, keep=self._keep)
         self.tape.take_sample()
-        self.step_gradients = max(self.step_gradients, self._sums.on_device)
+        self.step_gradients = max(self.step_gradients, self._sums.states)
         memory = self._engine.offloading.memory
         for tier in (Tier.HOST, Tier.NVME) if self._engine.is_offloaded else ():
             peaks = self.tier_peaks.setdefault(tier.value, {})
@@ -131,14 +141,20 @@ class Recording:
                 peaks[state] = max(nbytes, peaks.get(state, 0))
 
     def _sample(self, unit: Unit | None) -> dict[str, int]:
-        """Only the unit that something has happened to is looked at anew, so that this costs little in large models."""
+        """Only the unit that something has happened to is looked at anew, so that this costs little in large models.
+        All are where a forward begins or ends: what is there then of other backwards are sums, and no gradient that is
+        on its way."""
         engine = self._engine
-        for each in engine.units if unit is None else (unit,):
-            before, now = self._gradients.get(each.index, _NOTHING), _gradients_of(each)
+        is_between = unit is engine.schedule.root and not in_backward()
+        for each in engine.units if unit is None or is_between else (unit,):
+            before, now = self._gradients.get(each.index, _Gradients()), _gradients_of(each)
             if now != before:
                 self._gradients[each.index] = now
                 self._sums = _Gradients(*(s + n - b for s, n, b in zip(self._sums, now, before, strict=True)))
                 self.unit_peaks[each.name] = max(now.everywhere, self.unit_peaks.get(each.name, 0))
+        if is_between or (unit is None and engine.pipeline is not None):
+            self.sums = max(self.sums, self._sums.sums)
+            self.passing_sums = max(self.passing_sums, self._sums.passing_sums)
         known = sum(len(optimizer.state) for optimizer in engine.optimizers), engine.changes.count
         if known != self._totals_of:
             self._totals_of, self._totals = known, totals(engine)
@@ -151,12 +167,13 @@ class Recording:
             "buffers": engine.pool.nbytes,
             "other": 0,
         }
-        held = self._totals.on_device + self._sums.on_device + sum(found[name] for name in _TEMPORARY)
+        gradients = self._sums.states + self._sums.passing
+        held = self._totals.on_device + gradients + sum(found[name] for name in _TEMPORARY)
         if engine.device.type == "cuda":
             stats = torch.cuda.memory.memory_stats_as_nested_dict(engine.device)
             allocated = stats["allocated_bytes"]["all"]["current"] if stats else 0
             found["other"] = max(0, allocated - held)
-        self.device_gradients = max(self.device_gradients, self._sums.on_device)
+        self.device_gradients = max(self.device_gradients, self._sums.states)
         self.device_peak = max(self.device_peak, held + found["other"])
         for state, nbytes in found.items():
             self.peaks[state] = max(self.peaks[state], nbytes)
@@ -174,16 +191,18 @@ def is_looked_at(step: int, *, keep: int) -> bool:
     return step <= _LOOKED_FIRST or step - begun < max(1, keep)
 
 
-_NOTHING = _Gradients(0, 0)
-
-
 def _gradients_of(unit: Unit) -> _Gradients:
-    everywhere = on_device = 0
+    everywhere = states = passing = sums = passing_sums = 0
     for slab in unit.slabs:
-        nbytes = slab.gradients.nbytes
-        everywhere += nbytes
-        on_device += nbytes if slab.tiers.gradients is Tier.DEVICE else 0
-    return _Gradients(everywhere, on_device)
+        gradients = slab.gradients
+        everywhere += gradients.nbytes
+        if slab.tiers.gradients is Tier.DEVICE:
+            states += gradients.device_nbytes
+            sums += gradients.local_nbytes
+        else:
+            passing += gradients.device_nbytes
+            passing_sums += gradients.local_nbytes
+    return _Gradients(everywhere, states, passing, sums, passing_sums)
 
 
 def mean_step(seconds: dict[str, float], steps: int) -> dict[str, float]:

@@ -99,7 +99,7 @@ def pipeline(
             "loss_fn=(output, target) -> loss"
         )
     kind = schedule_kind(schedule)
-    chunks = chunks_per_rank if chunks_per_rank is not None else 2 if schedule in ("interleaved", "zbv") else 1
+    chunks = kind.usual_chunks if chunks_per_rank is None else chunks_per_rank
     check_counts(schedule, mesh.pipeline, chunks, microbatches)
     spread_over_tensor_ranks(model, mesh)
     anatomy = read_anatomy(model, example)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from zerofold.placement import Tier, Tiers, row
 from zerofold.plan.machine import GB, Machine
 from zerofold.plan.memory import memory
+from zerofold.plan.pipelining import can_run
 from zerofold.plan.point import Point, Prediction, degrees_in_words, name_of
 from zerofold.plan.predict import lacks
 from zerofold.plan.shape import ModelShape
@@ -135,7 +136,8 @@ def _changes(machine: Machine, point: Point) -> Iterator[tuple[str, Point, Machi
     cut = replace(point, stage="3" if not row(point.stage).parameters.is_cut else point.stage)
     if point.micro_batch > 1:
         half = replace(cut, micro_batch=max(1, cut.micro_batch // 2), accumulate=2 * cut.accumulate)
-        yield f"micro-batches of {half.micro_batch}, {half.accumulate} to a step", half, machine
+        if can_run(half):
+            yield f"micro-batches of {half.micro_batch}, {half.accumulate} to a step", half, machine
     if point.checkpoint_every == 0:
         yield "activation checkpointing", replace(cut, checkpoint_every=1), machine
     three = replace(cut, stage="3", group=0, auto=False, checkpoint_every=cut.checkpoint_every or 1)

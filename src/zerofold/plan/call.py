@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zerofold.placement import Tier, Tiers
 from zerofold.plan.advice import advise
-from zerofold.plan.dividing import check_batch, divided, in_words
+from zerofold.plan.dividing import check_batch, divided, divisions, in_words
 from zerofold.plan.given import Numbers, check_point, machine_of, model_of
 from zerofold.plan.held import widths_of
 from zerofold.plan.larger import next_larger
@@ -129,7 +129,7 @@ def plan(
         contiguous_checkpoints=contiguous_checkpoints,
     )
     samples = None if global_batch is None else check_batch(fleet, wanted, global_batch)
-    check_point(shape, fleet, wanted if samples is None else replace(wanted, accumulate=samples))
+    check_point(shape, fleet, wanted if samples is None else next(divisions(wanted, samples)))
     if run:
         ran = _try_here(model, function, seq, shape, fleet, wanted)
         note = f"the host took {1e3 * ran.passes:.1f} ms to launch forward and backward of one sample here"

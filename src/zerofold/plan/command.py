@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,8 @@ from zerofold.plan.machine import GB, Link, Machine
 from zerofold.plan.measure import this_machine
 from zerofold.plan.pipelining import SCHEDULES
 from zerofold.plan.presets import changed, preset, preset_names
-from zerofold.plan.sliders import write_plan_page
+from zerofold.plan.result import Plan
+from zerofold.plan.sliders import sliders_of_plan, write_plan_page
 
 _NARROWEST, _WIDEST = 80, 100  # columns
 _LEAST_MEMORY = 2**24
@@ -27,6 +29,7 @@ _PRESETS = ", ".join(preset_names())
 
 
 def plan_command(
+    context: typer.Context,
     params: Annotated[float | None, typer.Option(help="Number of parameters; a GPT of usual proportions.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Blocks of a GPT.")] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="Its width.")] = None,
@@ -70,8 +73,11 @@ def plan_command(
     ] = 1,
     schedule: Annotated[str, typer.Option(help=f"Of the pipeline: {', '.join(SCHEDULES)}.")] = "1f1b",
     chunks: Annotated[
-        int, typer.Option(min=1, help="Runs of blocks on a device, with interleaved and zero_bubble.")
-    ] = 2,
+        int,
+        typer.Option(
+            min=0, help="Runs of blocks on a device, with interleaved (2) and zero_bubble (1); 0: the schedule's own."
+        ),
+    ] = 0,
     contiguous_gradients: Annotated[
         bool,
         typer.Option("--contiguous-gradients", help="M_d: gradients in one block, there before the first forward."),
@@ -165,7 +171,7 @@ def plan_command(
         typer.echo(f"error: {as_options(str(error), _ARGUMENTS)}", err=True)
         raise typer.Exit(2) from None
     if html is not None:
-        write_plan_page(found, html)
+        write_plan_page(found, html, command=_asked_anew(context, found))
     if config is not None:
         config.write_text(json.dumps(found.ds_config, indent=2) + "\n")
         if found.ds_config_note:
@@ -175,6 +181,31 @@ def plan_command(
     else:
         columns = shutil.get_terminal_size((_WIDEST, 24)).columns
         typer.echo(found.text(width=max(_NARROWEST, min(_WIDEST, columns))), nl=False)
+
+
+_MOVED = {"world_size": "devices", "micro_batch": "batch", "seq": "sequence"}
+"""Options that are sliders of the page."""
+_ELSEWHERE = ("html", "config", "as_json")
+
+
+def _asked_anew(context: typer.Context, found: Plan) -> str:
+    """The command line for other values of the page's sliders, whose names stand in their places."""
+    sliders = {slider.name for slider in sliders_of_plan(found)}
+    said, point = ["zerofold", "plan"], (found.recommended or found.stages[0]).point
+    moved = {name: slider for name, slider in _MOVED.items() if slider in sliders}
+    for option in context.command.params:
+        name, value = option.name or "", context.params.get(option.name or "")
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE" or name in moved or name in _ELSEWHERE:
+            continue
+        if name == "global_batch":  # the page compares rows at one batch
+            said += ["--accumulate", str(point.accumulate)]
+        elif isinstance(value, bool):
+            said.append(option.opts[0] if value else option.secondary_opts[0])
+        else:
+            said += [option.opts[0], shlex.quote(f"{value:.17g}" if isinstance(value, float) else str(value))]
+    options = {name: f"--{name.replace('_', '-')}" for name in moved}
+    return " ".join([*said, *(f"{options[name]} {{{slider}}}" for name, slider in moved.items())])
 
 
 _ARGUMENTS = {name: f"--{name.replace('_', '-')}" for name in inspect.signature(plan).parameters}

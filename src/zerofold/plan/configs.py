@@ -6,6 +6,7 @@ from typing import Any
 
 from zerofold.placement import Tier, row
 from zerofold.plan.held import Ranks
+from zerofold.plan.pipelining import chunks_of
 from zerofold.plan.point import Memory, Point
 
 _DEEPSPEED = {Tier.HOST: "cpu", Tier.NVME: "nvme"}
@@ -87,6 +88,18 @@ def ds_config(point: Point, ranks: Ranks) -> dict[str, Any]:
     if any(kept.values()):
         found["activation_checkpointing"] = {key: True for key, is_on in kept.items() if is_on}
     return found
+
+
+def pipeline_arguments(point: Point) -> dict[str, Any]:
+    """For `zf.pipeline(model, mesh, **…)`, nothing where there is one stage.
+
+    >>> pipeline_arguments(Point(pipeline=2, accumulate=4)), pipeline_arguments(Point())
+    ({'microbatches': 4, 'schedule': '1f1b'}, {})
+    """
+    if point.pipeline == 1:
+        return {}
+    found: dict[str, Any] = {"microbatches": point.accumulate, "schedule": point.schedule}
+    return found | ({"chunks_per_rank": chunks_of(point)} if chunks_of(point) > 1 else {})
 
 
 def checkpoint_arguments(point: Point) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from zerofold.placement import Tier
 from zerofold.plan.machine import Machine
+from zerofold.plan.mesh import mesh_of
 from zerofold.plan.pipelining import check_schedule, chunks_of
 from zerofold.plan.point import Point
 from zerofold.plan.presets import changed, preset
@@ -41,7 +42,6 @@ def check_point(model: ModelShape, machine: Machine, point: Point) -> None:
             "partition=True has nothing to cut with sequence-parallel norms, whose inputs are in parts already; leave "
             "one of them out"
         )
-    check_schedule(point)
     if model.heads and model.heads % point.tensor:
         raise ValueError(f"tensor={point.tensor} does not divide the {model.heads} attention heads; choose a divisor")
     if model.layers and model.layers < point.pipeline * chunks_of(point):
@@ -49,6 +49,8 @@ def check_point(model: ModelShape, machine: Machine, point: Point) -> None:
             f"pipeline={point.pipeline} with schedule={point.schedule!r} needs at least "
             f"{point.pipeline * chunks_of(point)} blocks, and {model.name} has {model.layers}; choose fewer stages"
         )
+    mesh_of(machine, point)  # what does not divide is refused here
+    check_schedule(point)
 
 
 def machine_of(

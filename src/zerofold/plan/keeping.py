@@ -35,6 +35,14 @@ class Stream:
     """Ranks that share the inside of every block, and hold the same stream."""
     at_once: int = 1
     """Micro-batches that are on their way through a pipeline."""
+    own: int | None = None
+    """Bytes of this rank's part of it, where the ranks have cut it along the sequence. The first block gets all."""
+    stays: bool = False
+    """No store takes it, as with a DTensor."""
+    others: int = 0
+    """Bytes of all other inputs of blocks in a forward, each kept once: an encoder's result, T5's bias."""
+    whole: int = 0
+    """Of them, those that tensor ranks do not hold alike: they are kept whole where the rest is cut."""
 
 
 class Choice(NamedTuple):
@@ -83,6 +91,10 @@ def choose(
         if not missing or place is tried[-1]:
             late = _lateness(units, stream, machine, point, place)
             said = _sentence(held, machine, place, late, missing)
+            if place.partition and stream.whole:
+                said += (
+                    f"; {stream.whole / 2**20:.1f} MiB of them, which tensor ranks do not hold alike, are kept whole"
+                )
             if len(held) == 1 and not missing and not tiers and stream.at_once == 1:
                 said += _what_pays(shape, machine, place)
             return Choice(place.checkpoints_on, place.partition, not missing, said)
@@ -92,6 +104,8 @@ def choose(
 def _candidates(point: Point, machine: Machine, stream: Stream, can_cut: bool) -> Iterator[Point]:
     parts = can_cut and stream.tensor > 1
     yield replace(point, checkpoints_on=Tier.DEVICE.value, partition=False)
+    if stream.stays:
+        return
     if parts:
         yield replace(point, checkpoints_on=Tier.DEVICE.value, partition=True)
     yield replace(point, checkpoints_on=Tier.HOST.value, partition=parts)
@@ -107,12 +121,16 @@ def _shape(units: Sequence[UnitShape], stream: Stream, place: Point) -> ModelSha
 
 def _activity(units: Sequence[UnitShape], stream: Stream, place: Point) -> Activity:
     """A micro-batch counts as one sample. In parts, two of the inputs are whole at a time."""
-    every, inside = place.checkpoint_every, stream.nbytes * Shares.of(Point(tensor=stream.tensor)).inside
-    one = stream.nbytes / (stream.tensor if place.partition else 1)
+    shares = Shares.of(Point(tensor=stream.tensor, sequence_parallel=stream.own is not None))
+    every, inside = place.checkpoint_every, stream.nbytes * shares.inside
+    own = stream.nbytes if stream.own is None else stream.own
+    one = own / (stream.tensor if place.partition else 1)
     rebuilt = 2 * stream.nbytes if place.partition else 0
     blocks = [number for number, unit in enumerate(units) if unit.name != ROOT]
     groups = -(-len(blocks) // every)
-    others = (stream.at_once - 1) * groups * one
+    alike = stream.others - stream.whole
+    beside = stream.nbytes - own + stream.whole + alike / (stream.tensor if place.partition else 1)
+    others = (stream.at_once - 1) * groups * one + stream.at_once * beside
     logits = stream.tokens * stream.vocab * LOGIT_BYTES
 
     def moment(phase: Phase, unit: int, alive: float, passes: int) -> Moment:
@@ -120,7 +138,7 @@ def _activity(units: Sequence[UnitShape], stream: Stream, place: Point) -> Activ
         return Moment(phase=phase, unit=unit, alive=PerSample(0, alive), work=work)
 
     kept = {block: others + -(-(place_in + 1) // every) * one for place_in, block in enumerate(blocks)}
-    root = groups * one + 3 * stream.nbytes + logits
+    root = groups * one + beside + 3 * stream.nbytes + logits
     found = [moment(Phase.FORWARD, block, kept[block] + NO_GRAPH * inside, 1) for block in blocks]
     found += [moment(Phase.FORWARD, 0, root, 1), moment(Phase.BACKWARD, 0, root, 2)]
     computed = (every * KEPT + BACKWARD) * inside + rebuilt
@@ -128,7 +146,7 @@ def _activity(units: Sequence[UnitShape], stream: Stream, place: Point) -> Activ
     return Activity(
         checkpoint_every=every,
         moments=tuple(found),
-        checkpoints=PerSample(0, groups * one),
+        checkpoints=PerSample(0, groups * one + beside),
         logits=PerSample(0, logits),
     )
 

@@ -199,6 +199,7 @@ def memory(
             if tiers_of_some.gradients is Tier.DEVICE
         ),
         reserve=reserve,
+        waiting=sums,
         sums=sums_among_states(units, ranks, widths, point, tiered.placed),
         shares=tiered.shares(units),
     )

@@ -14,7 +14,7 @@ from zerofold.placement import Tier
 from zerofold.plan.formulas import Formulas, Inputs, Outputs
 from zerofold.plan.machine import Machine
 from zerofold.plan.memory import memory
-from zerofold.plan.point import Point
+from zerofold.plan.point import Point, name_of
 from zerofold.plan.shape import ModelShape
 
 PEAK, HOST, DISK = "device_peak", "host", "disk"
@@ -47,6 +47,8 @@ class Row:
     recommended: bool = False
     needs: str = ""
     """Of the sliders, for the row to be possible."""
+    said: str = ""
+    """Its name in sentences."""
 
     @property
     def key(self) -> str:
@@ -72,13 +74,17 @@ def write_page(plan: dict[str, Any], path: Path, *, rows: Sequence[Row] = (), sl
     data: dict[str, Any] = {
         "title": title,
         "lead": str(plan.get("lead") or ""),
+        "title_at": plan.get("title_at"),
         "notes": [str(note) for note in plan.get("notes") or ()],
+        "left_out": [str(note) for note in plan.get("left_out") or ()],
         "rows": _shown(rows, sliders) if rows else _of_stages(plan),
         "sliders": [asdict(slider) for slider in sliders],
         "recommended": str(plan.get("reason") or ""),
         "chosen": str(plan.get("chosen") or ""),
         "config": [str(line) for line in plan.get("config") or ()],
         "device_memory": plan.get("device_memory"),
+        "limits": plan.get("limits"),
+        "command": plan.get("command"),
         "formulas": formulas_of(rows, sliders).as_data() if rows and sliders else None,
     }
     scripts = ("draw.js", "formulas.js", "plan.js")
@@ -94,6 +100,7 @@ def _shown(rows: Sequence[Row], sliders: Sequence[Slider]) -> list[dict[str, Any
             "detail": row.detail,
             "recommended": row.recommended,
             "needs": row.needs,
+            "said": row.said or row.key,
             "bytes": _as_texts(_bytes_or_none(row, here)),
         }
         for row in rows
@@ -154,6 +161,7 @@ def rows_of(
             bytes_at=bytes_at,
             recommended=point == recommended,
             needs=_needs(point),
+            said=name_of(point),
         )
 
     shown = [point for point in points if not point.auto]

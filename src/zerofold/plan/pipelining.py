@@ -13,32 +13,46 @@ which a stage waits, in times of a micro-batch.
 
 from __future__ import annotations
 
+from zerofold.parallel.schedules import SCHEDULES as KINDS
+from zerofold.parallel.schedules import Names, are_allowed, check_counts, schedule_kind
 from zerofold.plan.followed import least
 from zerofold.plan.point import Point
 
-GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, V = SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-_IN_A_V = 2  # chunks a rank
+GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, V = SCHEDULES = tuple(KINDS)
+_NAMES = Names("accumulate", "chunks")
 
 
 def check_schedule(point: Point) -> None:
-    """Raises ValueError for one that is not known, or that has no chunks.
+    """Raises ValueError for one that `zf.pipeline` would refuse.
 
     >>> check_schedule(Point(schedule="2f2b"))
     Traceback (most recent call last):
     ...
-    ValueError: schedule='2f2b' is not known; choose gpipe, 1f1b, interleaved, zero_bubble or zbv
+    ValueError: schedule='2f2b' is unknown: did you mean '1f1b'?
+    >>> check_schedule(Point(pipeline=4, accumulate=2))
+    Traceback (most recent call last):
+    ...
+    ValueError: accumulate=2 cannot fill 4 stages with schedule='1f1b': give at least 4, or use schedule='gpipe'
     """
-    if point.schedule not in SCHEDULES:
-        known = f"{', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}"
-        raise ValueError(f"schedule={point.schedule!r} is not known; choose {known}")
+    kind = schedule_kind(point.schedule)
     if point.chunks < 0:
         raise ValueError(f"chunks={point.chunks} must be the chunks of blocks on a rank, or 0 for the schedule's own")
+    if point.pipeline > 1:
+        check_counts(point.schedule, point.pipeline, point.chunks or kind.usual_chunks, point.accumulate, _NAMES)
+
+
+def can_run(point: Point) -> bool:
+    """Whether `zf.pipeline` takes so many micro-batches.
+
+    >>> [count for count in (1, 2, 3, 4, 9) if can_run(Point(pipeline=4, accumulate=count))]
+    [4, 9]
+    """
+    return point.pipeline == 1 or are_allowed(point.schedule, point.pipeline, chunks_of(point), point.accumulate)
 
 
 def chunks_of(point: Point) -> int:
     """Runs of blocks that follow each other on one rank."""
-    has_some = {INTERLEAVED: point.chunks or 2, ZERO_BUBBLE: point.chunks or 1, V: _IN_A_V}
-    return has_some.get(point.schedule, 1) if point.pipeline > 1 else 1
+    return point.chunks or schedule_kind(point.schedule).usual_chunks if point.pipeline > 1 else 1
 
 
 def in_flight(point: Point) -> float:

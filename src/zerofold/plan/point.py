@@ -145,6 +145,8 @@ class Memory:
     """Kept free besides the peak: memory between tensors that none of them can use."""
     sums: int = 0
     """Of the gradients: whole sums of micro-batches, beside those that the optimizer reads."""
+    waiting: int = 0
+    """Of the local gradients: whole sums of micro-batches beside gradients that are elsewhere, or of a pipeline."""
     shares: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Of the elements of gradients and parameters, those on the host and on the disk."""
 

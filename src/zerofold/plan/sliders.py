@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from zerofold.plan.formulas import Inputs
 from zerofold.plan.page import Row, Slider, rows_of, sliders_of, write_page
@@ -14,13 +15,26 @@ from zerofold.plan.shape import ModelShape
 from zerofold.plan.text import config_lines
 
 
-def write_plan_page(plan: Plan, file: Path) -> None:
-    """One HTML file: bars for every row, and sliders whose numbers are those of `zf.plan`."""
-    more = {
+def write_plan_page(plan: Plan, file: Path, *, command: str = "") -> None:
+    """One HTML file: bars for every row, and sliders whose numbers are those of `zf.plan`. Which rows fit is told for
+    any of them. What else the plan says is that of the start; `command` tells it for other values, whose places in it
+    are named: "--world-size {devices}"."""
+    machine = plan.machine
+    more: dict[str, Any] = {
         "lead": " ".join(plan.advice.sentences),
-        "notes": [*plan.model.notes, *plan.mesh_sentences, *_left_out(plan)],
+        "title_at": f"{plan.model.name} on {{devices}} of {machine.name}",
+        "notes": [*plan.model.notes, *plan.mesh_sentences],
+        "left_out": list(_left_out(plan)),
         "reason": plan.advice.reason,
-        "device_memory": plan.machine.device_memory,
+        "device_memory": machine.device_memory,
+        "limits": {
+            "device": str(machine.device_memory),
+            "host": str(machine.host_memory),
+            "disk": str(machine.disk),
+            "per_node": machine.per_node,
+            "one_memory": machine.kind == "cpu",
+        },
+        "command": command,
     }
     if plan.recommended is not None:
         more["chosen"] = name_of(plan.recommended.point)

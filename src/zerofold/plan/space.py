@@ -10,6 +10,7 @@ from zerofold.placement import Row, Tier, Tiers, row
 from zerofold.plan.held import has_both, widths_of
 from zerofold.plan.machine import Machine
 from zerofold.plan.mesh import mesh_of
+from zerofold.plan.pipelining import can_run
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.traffic import reductions_in_step
@@ -62,6 +63,8 @@ class Space:
                             pipeline=pipeline,
                             precision=self.precision,
                         )
+                        if not can_run(point):
+                            break
                         yield from self._kept(point)
 
     def _kept(self, point: Point) -> Iterator[Point]:

@@ -4,11 +4,13 @@
 rows 0 and 1        sums, beside the flat gradient        sums: down once, with the last micro-batch
 rows 2 and 3        the gradient itself adds up           nothing: down with every micro-batch
 any, in a pipeline  sums; alone, they are the gradient    sums
+                    (but with contiguous_gradients)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from zerofold.placement import Tiers
 from zerofold.plan.held import HeldUnit, Ranks, has_both
@@ -26,9 +28,13 @@ def waiting_sums(
     """Bytes of sums that are not among the states. `placed`: how many of each unit are where; without it, those that
     the states of an offloaded unit would not have."""
     both = has_both(ranks.placed, widths, point, alone=ranks.alone)
-    if not both and point.pipeline == 1:
+    # Gradients in another memory are not what autograd adds up in, as little as those of masters are.
+    away = has_both(ranks.placed, replace(widths, has_master=True), point, alone=ranks.alone)
+    if not away and point.pipeline == 1:
         return 0
-    apart = not both and not ranks.alone
+    # A rank alone hands its sums to the optimizer; into a block of gradients they are copied.
+    is_copied = point.contiguous_gradients and (ranks.placed.optimizer.is_cut or widths.has_master)
+    apart = not both and (not ranks.alone or is_copied)
     found = 0
     for number, unit in enumerate(units):
         count = unit.shape.count

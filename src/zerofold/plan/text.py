@@ -13,7 +13,7 @@ from rich.table import Table
 
 from zerofold.placement import Tier
 from zerofold.plan.advice import Advice
-from zerofold.plan.configs import checkpoint_arguments
+from zerofold.plan.configs import checkpoint_arguments, pipeline_arguments
 from zerofold.plan.dividing import in_words
 from zerofold.plan.machine import GB, Machine
 from zerofold.plan.point import Prediction
@@ -111,14 +111,18 @@ def config_lines(plan: Shown, chosen: Prediction) -> list[str]:
     """The calls and the ds_config.json of what is recommended."""
     config = plan.config
     shown = ", ".join(f"{name}={value!r}" for name, value in config.items() if name != "mesh")
-    found = [
-        f"# {in_words(chosen.point)}",
-        f"zf.prepare(model, optimizer, {shown}{_mesh_argument(config)})",
-    ]
+    found = [f"# {in_words(chosen.point)}"]
+    stages, mesh = pipeline_arguments(chosen.point), _mesh_argument(config)
+    if stages:
+        said = ", ".join(f"{name}={value!r}" for name, value in stages.items())
+        found.append(f"pipe = zf.pipeline(model{mesh}, {said})")
+    found.append(
+        f"zf.prepare({'pipe' if stages else 'model'}, optimizer, {shown}{', mesh=pipe.mesh' if stages else mesh})"
+    )
     kept = checkpoint_arguments(chosen.point)
     if kept:
-        said = (f"{name}={'mesh' if name == 'partition' else repr(value)}" for name, value in kept.items())
-        found.append(f"zf.checkpoint_blocks(model, {', '.join(said)})")
+        each = (f"{name}={'mesh' if name == 'partition' else repr(value)}" for name, value in kept.items())
+        found.append(f"zf.checkpoint_blocks(model, {', '.join(each)})")
     found.append(f"ds_config.json: {json.dumps(plan.ds_config)}")
     return [*found, f"({plan.ds_config_note})"] if plan.ds_config_note else found
 

@@ -8,12 +8,21 @@ const place = Object.fromEntries(data.sliders.map(({ name, value }) => [name, va
 const bars = h("div", { id: "bars" });
 const legendPlace = h("div");
 const numbers = h("div");
-// What was written for the start stays on the page; a line says so as soon as a number is another.
+// What was written for the start goes as soon as a number is another: times and what follows of them are not computed
+// here. Which rows fit is written anew, and the command that tells the rest.
 const start = { ...place };
 const hasMoved = () => Object.keys(start).some((name) => start[name] !== place[name]);
-const startText = data.sliders.map(({ name, label }) => `${label} ${start[name]}`).join(", ");
-const moved = h("p", { class: "note", id: "moved", role: "status", hidden: "" },
-  `Title, text, notes and recommendation are those of the start (${startText}). The bars and numbers below follow the sliders; for a recommendation with these numbers ask zerofold plan.`);
+const ofStart = (element) => { element.classList.add("of-start"); return element; };
+const filled = (text) => Object.entries(place).reduce((said, [name, value]) => said.replace(`{${name}}`, value), text);
+const command = h("pre", { id: "command" });
+const copy = h("button", { type: "button", id: "copy", onclick: () => {
+  getSelection().selectAllChildren(command); // where a page may not write to the clipboard, the reader does
+  if (navigator.clipboard) navigator.clipboard.writeText(command.textContent).catch(() => {});
+} }, "copy");
+const moved = h("div", { id: "moved", role: "status", hidden: "" },
+  h("p", { class: "note" }, `Bars, numbers and what fits follow the sliders. Times, a recommendation and its config with these numbers ${data.command ? "come from this command:" : "come from zerofold plan."}`), data.command ? command : null, data.command ? copy : null);
+const title = h("h1", {}, data.title);
+const fits = h("div", { id: "fits" });
 const aside = h("p", { class: "explain", id: "aside", hidden: "" }, "The table goes on to the right: it scrolls in itself.");
 const noteWidth = () => { const box = document.getElementById("numbers"); aside.hidden = !box || box.scrollWidth <= box.clientWidth + 1; };
 const big = (value) => `${value}`.replace(/\B(?=(\d{3})+$)/g, ",");
@@ -54,6 +63,28 @@ function rowsHere() {
   });
 }
 
+// As `lacks` of zerofold.plan.predict: ties go to the even digit, as Python writes them.
+const inGB = (value) => { const size = Number(value) / 1e9; return size % 1 === 0.25 ? `${Math.floor(size)}.2` : size.toFixed(1); };
+function lacks(row) {
+  if (!data.limits || !row.values) return "";
+  const ranks = BigInt(Math.min(data.limits.per_node, place.devices)), need = row.values[PEAK];
+  const host = ranks * row.values.host + (data.limits.one_memory ? ranks * need : 0n);
+  const wanted = [["device memory", need, data.limits.device], ["host memory of a node", host, data.limits.host],
+    ["disk of a node", ranks * row.values.disk, data.limits.disk]];
+  return wanted.filter(([, needed, there]) => needed > BigInt(there))
+    .map(([name, needed, there]) => `${name}: ${inGB(needed)} GB needed, ${inGB(there)} there`).join("; ");
+}
+
+function fitting(rows) {
+  const good = rows.filter((row) => row.values && !lacks(row)), bad = rows.filter((row) => row.values && lacks(row));
+  const impossible = rows.filter((row) => !row.values);
+  return [
+    h("p", { id: "fitting" }, good.length ? h("strong", {}, "Fits: ") : h("strong", {}, "No row of this page fits."), good.map((row) => row.said).join("; ")),
+    bad.length ? h("ul", { id: "lacking", class: "explain" }, bad.map((row) => h("li", {}, `${row.said}: ${lacks(row)}`))) : null,
+    impossible.length ? h("p", { class: "explain", id: "impossible" }, `Not possible with these numbers: ${impossible.map((row) => row.said).join("; ")}.`) : null,
+  ].filter(Boolean);
+}
+
 function bar(row, scale, limit) {
   const part = (value) => `${((100 * Number(value)) / scale).toFixed(3)}%`;
   const name = h("div", { class: "name" }, row.name, row.detail ? h("small", {}, row.detail) : null);
@@ -61,14 +92,15 @@ function bar(row, scale, limit) {
     const why = row.reached ? `not possible with these numbers${row.needs ? `: ${row.needs}` : ""}` : "not computed for these numbers: ask zerofold plan";
     return h("div", { class: "row" }, name, h("div", { class: "track quiet" }, why), h("div", { class: "sum quiet" }, DASH));
   }
-  const tooMuch = limit > 0 && Number(row.peak) > limit;
+  const missing = lacks(row);
+  const tooMuch = Boolean(missing) || (limit > 0 && Number(row.peak) > limit);
   const pieces = stackedBar(row.lines.map(([line, value]) => [line, Number(value), color(line), `${bytes(Number(value))}: ${big(value)} bytes`]), scale);
   return h("div", { class: row.recommended && !hasMoved() ? "row recommended" : "row", "data-row": row.key }, name,
     h("div", { class: "track" }, pieces,
       PEAK in row.values ? h("span", { class: "peak", style: `left:${part(row.peak)}` }) : null,
       limit > 0 && limit <= scale ? h("span", { class: "limit", style: `left:${part(limit)}` }) : null),
     h("div", { class: tooMuch ? "sum bad" : "sum", title: `${big(row.peak)} bytes` }, bytes(Number(row.peak)),
-      tooMuch ? h("small", {}, "too much") : null));
+      tooMuch ? h("small", { title: missing }, "too much") : null));
 }
 
 function scaleUnder(scale) {
@@ -100,6 +132,10 @@ function show() {
   const cell = (value) => value === undefined ? DASH :
     { text: inFull ? big(value) : bytes(Number(value)), title: `${big(value)} bytes` };
   moved.hidden = !hasMoved();
+  for (const element of document.querySelectorAll(".of-start")) element.hidden = hasMoved();
+  title.textContent = hasMoved() && data.title_at ? filled(data.title_at) : data.title;
+  command.textContent = filled(data.command ?? "");
+  if (data.limits) fits.replaceChildren(...fitting(rows));
   const peaks = known.some((row) => PEAK in row.values);
   // What decides stands first: the lines go out of sight on a small screen.
   numbers.replaceChildren(table([["row", "text"], [peaks ? "needed" : "sum"], ...lines.map((line) => [line]), ...elsewhere.map((tier) => [`on the ${tier}`])],
@@ -112,13 +148,14 @@ const limitText = data.device_memory ? ` A device has ${bytes(data.device_memory
 const peakText = data.rows.some((row) => PEAK in row.bytes) || data.formulas ?
   " The upright mark and the number are what a device needs, its peak and the reserve: not all parts are there at once." : "";
 page.append(...[
-  h("h1", {}, data.title), h("p", { class: "lead" }, data.lead),
-  ...data.notes.map((note) => h("p", { class: "explain" }, note)),
+  title, ofStart(h("p", { class: "lead" }, data.lead)),
+  ...data.notes.map((note) => ofStart(h("p", { class: "explain" }, note))),
+  ...data.left_out.map((note) => h("p", { class: "explain" }, note)),
   data.sliders.length ? section("What if", null, h("div", { class: "sliders" }, data.sliders.map(slider)), moved) : null,
-  data.recommended ? section("Recommended", null, data.chosen ? h("p", { id: "chosen" }, h("strong", {}, data.chosen)) : null,
+  data.recommended ? ofStart(section("Recommended", null, data.chosen ? h("p", { id: "chosen" }, h("strong", {}, data.chosen)) : null,
     h("p", { id: "recommended" }, data.recommended),
-    data.config.length ? h("pre", { id: "config" }, data.config.join("\n")) : null,
-    data.sliders.length ? h("p", { class: "explain" }, "For the numbers that the plan was asked with; the sliders do not change it.") : null) : null,
+    data.config.length ? h("pre", { id: "config" }, data.config.join("\n")) : null)) : null,
+  data.limits ? section("What fits", null, fits) : null,
   section("Bytes of one rank", "Every way to keep a model's states, one on the other." + peakText + limitText, legendPlace, bars),
   section(null, null, h("details", { open: "" }, h("summary", {}, "Numbers"), h("div", { class: "tools" }, fullButton), aside, numbers)),
 ].filter(Boolean));
