@@ -129,7 +129,9 @@ class Slab(FlatParameters):
                 self.home.memory.written(tensor)
         self.faces = list(self.parameters)
         mixed = self.home.precision.is_mixed or self.home.precision.needs_one_pass
-        has_faces = row.optimizer.is_cut or mixed or self.tiers.is_offloaded
+        # All of a model or none, where some are offloaded: one optimizer updates them in one way.
+        is_offloaded = any(tiers.is_offloaded for tiers in self.home.tiers.values())
+        has_faces = row.optimizer.is_cut or mixed or is_offloaded
         if has_faces and (self.requires_grad or row.parameters.is_cut):
             self.faces = [self._face(index) for index in range(len(self.entries))]
         for tensor in (*self.parameters, *self.faces):
