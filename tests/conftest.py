@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ranks import RankPool
+from ranks import RankPool, start_server
 
 if TYPE_CHECKING:
     from browser import Page
@@ -169,6 +169,12 @@ if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for those that ask for more threads all the same
     torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.option.collectonly:
+        start_server()
+
 
 # First, one after another: eight processes take long to start, and push those of other tests out.
 EIGHT_RANKS = {"test_3d.py", "test_mesh.py", "test_mesh_checkpoint.py", "test_mesh_checkpoint_kinds.py"}

@@ -33,7 +33,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -50,7 +51,10 @@ from zerofold.watch import Watch
 # Of transformers no model: with the first one it looks once for DeepSpeed, for which tests put something else.
 PRELOADED = [
     "numpy",
+    "pytest",
+    "safetensors.torch",
     "torch",
+    "torch.distributed.checkpoint.hf_storage",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "transformers.cache_utils",
@@ -96,6 +100,17 @@ def raised(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     except Exception as error:
         return _describe(error)
     raise AssertionError(f"{fn.__name__} raised nothing")
+
+
+def start_server() -> ForkServerContext:
+    """The process that ranks are forked from, which has imported everything and done nothing: a tenth of a second each.
+
+    Its imports take seconds, so it is started while the tests are collected.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    return context
 
 
 class RankPool:
@@ -164,9 +179,7 @@ class World:
         self._processes: list[Any] = []
         # Not a file: whoever waits for a key there looks every 10 ms, three times and more for every model.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # Ranks are forked from a process that has imported everything and done nothing: a tenth of a second each.
-        context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = start_server()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
