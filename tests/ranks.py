@@ -33,8 +33,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver, get_context
-from multiprocessing.context import ForkServerContext
+from multiprocessing import connection, get_context
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -48,7 +47,8 @@ from zerofold.engine import Engine
 from zerofold.groups import Groups
 from zerofold.watch import Watch
 
-# Of transformers no model: with the first one it looks once for DeepSpeed, for which tests put something else.
+# Of transformers what every model imports. It looks once for DeepSpeed: tests that put something else there have
+# processes of their own.
 PRELOADED = [
     "numpy",
     "pytest",
@@ -57,7 +57,7 @@ PRELOADED = [
     "torch.distributed.checkpoint.hf_storage",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
-    "transformers.cache_utils",
+    "transformers.modeling_utils",
     "zerofold.engine",
     "zerofold.parallel.pipeline",
     "zerofold.prepare",
@@ -100,17 +100,6 @@ def raised(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     except Exception as error:
         return _describe(error)
     raise AssertionError(f"{fn.__name__} raised nothing")
-
-
-def start_server() -> ForkServerContext:
-    """The process that ranks are forked from, which has imported everything and done nothing: a tenth of a second each.
-
-    Its imports take seconds, so it is started while the tests are collected.
-    """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
-    return context
 
 
 class RankPool:
@@ -179,7 +168,9 @@ class World:
         self._processes: list[Any] = []
         # Not a file: whoever waits for a key there looks every 10 ms, three times and more for every model.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = start_server()
+        # Ranks are forked from a process that has imported everything and done nothing: a tenth of a second each.
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
