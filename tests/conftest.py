@@ -163,12 +163,16 @@ THOROUGH = [
     r"test_mesh_checkpoint.py::test_any_mesh_goes_on_where_the_cube_was\[8-sizes[013]-\d-1\]",
 ]
 
+# Nothing is downloaded. Hugging Face's packages read it when they are imported, by ranks before any test.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Threads that wait for each other spin: on busy cores a small operation of two takes ten times as long as that of one.
 # Processes that tests start inherit both settings. Not beside a GPU, where the host has large tensors to update.
 if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for those that ask for more threads all the same
     torch.set_num_threads(1)
+
 
 # First, one after another: eight processes take long to start, and push those of other tests out.
 EIGHT_RANKS = {"test_3d.py", "test_mesh.py", "test_mesh_checkpoint.py", "test_mesh_checkpoint_kinds.py"}

@@ -26,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which the first optimizer of a process imports: in each life that took longer than the training
 import torch.distributed as dist
 
 from zerofold.checkpoint import save

@@ -47,13 +47,17 @@ from zerofold.engine import Engine
 from zerofold.groups import Groups
 from zerofold.watch import Watch
 
-# Of transformers no model: with the first one it looks once for DeepSpeed, for which tests put something else.
+# Of transformers what every model imports. It looks once for DeepSpeed: tests that put something else there have
+# processes of their own.
 PRELOADED = [
     "numpy",
+    "pytest",
+    "safetensors.torch",
     "torch",
+    "torch.distributed.checkpoint.hf_storage",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
-    "transformers.cache_utils",
+    "transformers.modeling_utils",
     "zerofold.engine",
     "zerofold.parallel.pipeline",
     "zerofold.prepare",

@@ -53,7 +53,7 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "fix"),
     [
-        (["--stage", "7"], "choose 0, 1, 2 or 3"),
+        (["--stage", "7"], "choose one of dp, 0, 1, 2, 3, hsdp, hpz"),
         (["--hidden", "100", "--heads", "6"], "use hidden 96"),
         (["--nproc", "0"], "use 1 or more"),
         (["--steps", "0"], "at least 1"),

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, Qwen3Config, T5Config
 
 import zerofold as zf
-from zerofold.launch import init_ranks, run_ranks
+from meta_peak import LAYERS, UNIT, peak_of_materialising
+from zerofold.launch import run_ranks
 
 ROWS = [("dp", None), (0, None), (2, None), (3, None), (3, "whole")]
 
@@ -202,34 +203,6 @@ def adapters() -> list[float]:
 
 def test_adapters_start_as_nothing(ranks: Any) -> None:
     assert ranks(2, adapters) == [[0.0] * 3] * 2
-
-
-WIDTH, LAYERS = 2048, 9
-UNIT = 4 * (WIDTH * WIDTH + WIDTH)
-
-
-def peak_of_materialising(stage: int) -> tuple[int, int]:
-    """Bytes by which this process's memory grew at most, by the kernel's own count, and those of the shards."""
-
-    def materialise(width: int) -> nn.Module:
-        with torch.device("meta"):
-            model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
-        return zf.shard(model, stage=stage, units=nn.Linear)
-
-    with init_ranks("cpu"):
-        zf.close(materialise(16))  # imports, sockets, threads and code are there
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        before = memory("VmRSS")
-        model = materialise(WIDTH)
-        grown = memory("VmHWM") - before
-        shards = zf.ledger(model).snapshot()["state_bytes"]["parameters"]
-        zf.close(model)
-        return grown, shards
-
-
-def memory(field: str) -> int:
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
-    return int(line.split()[1]) * 1024
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of resident memory")

@@ -114,6 +114,11 @@ class Row:
         """Each parameter is updated by one rank that has all of it."""
         return self.optimizer.is_cut and self.cut is not Cut.EVEN
 
+    @property
+    def has_groups(self) -> bool:
+        """Ranks in a group share what those of other groups have as well, so somebody must say how large a group is."""
+        return self.reduces_across or self.copy is not None
+
 
 #                name    parameters  gradients   optimizer
 _TABLE = {
@@ -125,6 +130,7 @@ _TABLE = {
     "hsdp": Row("hsdp", CUT_INSIDE, CUT_INSIDE, CUT_INSIDE),  # cut inside a group, the same in every group
     "hpz": Row("hpz", CUT, CUT, CUT, copy=CUT_INSIDE),  # gathered once over all, then inside the group
 }
+ROWS = tuple(_TABLE)
 _CUT_BY_PARAMETER = ("1", "2", "3")
 
 
@@ -136,7 +142,7 @@ def row(stage: int | str, cut: str | None = None) -> Row:
     """
     found = _TABLE.get(str(stage)) if isinstance(stage, (int, str)) and not isinstance(stage, bool) else None
     if found is None:
-        raise ValueError(f"stage={stage!r} does not exist; choose one of {', '.join(_TABLE)}")
+        raise ValueError(f"stage={stage!r} does not exist; choose one of {', '.join(ROWS)}")
     if cut not in (None, "even", "whole"):
         raise ValueError(f"cut={cut!r} does not exist; use cut='even' or cut='whole'")
     if cut == "whole" and found.name in _CUT_BY_PARAMETER:

@@ -50,7 +50,7 @@ def choose_sharding(
     precision: Precision,
 ) -> Sharding:
     chosen = row(stage, cut)
-    if (chosen.reduces_across or chosen.copy is not None) and (mesh is None or mesh.ndim != 2):
+    if chosen.has_groups and (mesh is None or mesh.ndim != 2):
         raise ValueError(
             f"stage={chosen.name!r} needs groups of ranks: pass a mesh of two dimensions, for example "
             "mesh=init_device_mesh('cuda', (nodes, gpus_per_node), mesh_dim_names=('across', 'inside'))"

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -134,7 +135,8 @@ class Image:
         parts = self.within(start, stop)
         if len(parts) + len(head) > _FEW_PARTS or any(part.device.type != "cpu" for _, part in parts):
             return [*head, *self._together(parts)]
-        return [*head, *(part.numpy() for _, part in parts)]
+        # A storage that was once given to `Tensor.numpy` counts as somebody else's ever after, and cannot be parked.
+        return [*head, *(numpy.from_dlpack(part) for _, part in parts)]
 
     def _together(self, parts: list[tuple[int, Tensor]]) -> list[Any]:
         if not parts:

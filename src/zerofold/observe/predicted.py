@@ -11,12 +11,12 @@ from zerofold.engine import Engine
 from zerofold.gradient_arena import filled_by
 from zerofold.observe.recording import Recording
 from zerofold.parallel.marks import loss_ranks, sequence_ranks
-from zerofold.placement import Tier
+from zerofold.placement import Cut, Tier
 from zerofold.plan.comparison import Parameter, predicted_for, shape_of
 from zerofold.plan.held import STEP_BYTES
 from zerofold.plan.machine import Machine
 from zerofold.plan.memory import memory
-from zerofold.plan.point import Point
+from zerofold.plan.point import Point, Traffic
 from zerofold.plan.presets import preset, preset_of
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.states import Widths, keeps_sums
@@ -142,7 +142,14 @@ def predictions(
     )
     activations = {} if workload is None else _activations(engine, point, workload)
     counters = STEP_BYTES * sum(parameter.is_trained for some in units.values() for parameter in some)
-    return Predicted([line for line in found if _says_something(line, counters)], {**sent.bytes, **activations})
+    lines = [line for line in found if _says_something(line, counters)]
+    return Predicted(lines, {**_of_this_rank(engine, sent), **activations})
+
+
+def _of_this_rank(engine: Engine, sent: Traffic) -> dict[tuple[str, str], float]:
+    """A plan tells the mean of all ranks. One that owns everything has nobody to send gradients to."""
+    owns_all = engine.row.cut is Cut.FIRST and engine.groups.reduce.rank == 0
+    return {key: 0.0 if owns_all and key[0] == "reduce_scatter" else nbytes for key, nbytes in sent.bytes.items()}
 
 
 def _activations(engine: Engine, point: Point, workload: Workload) -> dict[tuple[str, str], float]:

@@ -13,7 +13,7 @@ PIPELINE, REPLICATE, DATA, TENSOR = AXES = ("pipeline", "replicate", "data", "te
 
 _CARRIES = {
     PIPELINE: "activations from stage to stage",
-    REPLICATE: "reduced gradients between copies",
+    REPLICATE: "states between groups of ZeRO",
     DATA: "parameters and gradients (ZeRO)",
     TENSOR: "activations inside every layer",
 }
@@ -107,7 +107,7 @@ def mesh(
     data       ranks with other samples, over which ZeRO cuts the states
     tensor     ranks that share the inside of every layer; neighbours, so that they are in one machine
     pipeline   ranks that follow each other, each with some of the layers
-    replicate  copies of the data axis, for stage="hsdp"
+    replicate  groups, each with a data axis, for stage="hsdp" and "hpz"
     device     "cuda", "cpu", …; by default the accelerator if there is one
 
     >>> import zerofold as zf

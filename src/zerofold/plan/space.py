@@ -103,7 +103,7 @@ class Space:
                 found.setdefault(self._alone(each, group), each)
             return list(found.values())
         has_groups = mesh.inside < mesh.data
-        return [each for each in asked if has_groups or not (each.reduces_across or each.copy is not None)]
+        return [each for each in asked if has_groups or not each.has_groups]
 
     def _alone(self, chosen: Row, group: Point) -> tuple[bool, bool, bool]:
         """All that tells rows apart where nobody shares a state: parameters that are fetched ahead, which may also be

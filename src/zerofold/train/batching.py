@@ -22,6 +22,7 @@ def planned_batching(options: TrainOptions, shares: Shares, world: int, device: 
         machine = machine_here(device, None, path=options.offload_path, ranks=world)
         point = Point(
             stage=str(options.stage),
+            group=options.degrees.in_group(world),
             checkpoint_every=options.checkpoint_every,
             precision=options.precision,
             tensor=options.tensor,

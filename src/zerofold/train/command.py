@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from zerofold.launch import Grace, RankFailed, Stopped, default_nproc, init_ranks, one_line, run_ranks
+from zerofold.placement import ROWS
 from zerofold.train.gpt import GPTConfig
 from zerofold.train.loop import Result, train
 from zerofold.train.options import DEFAULT_BATCH, DEFAULT_STEPS, TrainOptions
@@ -35,8 +36,21 @@ def train_command(
         int | None, typer.Option(help="Processes; by default every GPU, or 2 on the CPU.", show_default=False)
     ] = None,
     stage: Annotated[
-        int, typer.Option(help="0: nothing is cut; 1: optimizer; 2: and gradients; 3: and parameters.")
-    ] = 3,
+        str,
+        typer.Option(
+            help="0: nothing is cut; 1: optimizer; 2: and gradients; 3: and parameters; dp: one process updates; "
+            "hsdp: 3 inside groups that repeat each other; hpz: 3 over all, gathered again inside groups.",
+            metavar="|".join(ROWS),
+        ),
+    ] = "3",
+    group: Annotated[
+        int | None,
+        typer.Option(
+            help="Data-parallel processes in a group of hsdp and hpz; those of a machine, and on one machine half of "
+            "them.",
+            show_default=False,
+        ),
+    ] = None,
     precision: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16.")] = TrainOptions.precision,
     offload: Annotated[
         str | None,
@@ -138,6 +152,7 @@ def train_command(
     Examples:
       zerofold train
       zerofold train --nproc 4 --stage 2 --minutes 5
+      zerofold train --nproc 4 --stage hsdp --group 2
       zerofold train --precision bf16
       zerofold train --offload nvme --offload-path /mnt/nvme
       zerofold train --checkpoint-every 2 --keep host
@@ -149,7 +164,12 @@ def train_command(
       torchrun --nproc_per_node=4 --max-restarts=3 -m zerofold train --out run --resume auto
     """
     given = {name for name in context.params if name not in ABOUT_THE_JOB and _is_given(context, name)}
-    told = _Told(values=context.params, given=given, out=out, resume=resume)
+    told = _Told(
+        values={**context.params, "stage": int(stage) if stage.isdigit() else stage},
+        given=given,
+        out=out,
+        resume=resume,
+    )
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         _train_as_rank(told, nproc, device, debug)
         return

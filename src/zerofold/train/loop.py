@@ -25,7 +25,7 @@ from zerofold.train.gpt import GPT, Block, generate
 from zerofold.train.options import TrainOptions
 from zerofold.train.progress import Reporter, Status, printable
 from zerofold.train.signals import StopSignals, first_of
-from zerofold.train.spread import cut, loss_of_pipeline, step_of_pipeline
+from zerofold.train.spread import cut, loss_of_pipeline, reader, step_of_pipeline
 from zerofold.train.state import REPORT_EVERY, RunState
 
 LONGEST_WARMUP = 20  # steps
@@ -81,13 +81,13 @@ class Training:
         self.shares = batched(shares, self.batching)
         self.text = ByteText(library_source(), seq=options.gpt.seq)
         self.mesh = options.degrees.mesh(world, device)
+        self.reader = reader(self.mesh, rank)
         self.samples = zf.Samples(
             self.text.windows,
             batch=math.prod(self.shares),
             micro=self.shares.micro,
             seed=options.seed,
-            # Ranks that share a model read the same.
-            rank=rank if self.mesh is None else self.mesh.coordinate["data"],
+            rank=self.reader,
             ranks=self.shares.ranks,
         )
         torch.manual_seed(options.seed)
@@ -293,11 +293,10 @@ class Training:
     def validate(self) -> float:
         """Mean loss on held-out text, the same windows every time."""
         _, ranks, accumulate = self.shares
-        rank = self.rank if self.mesh is None else self.mesh.coordinate["data"]
         each = max(1, VALIDATION_SEQUENCES // ranks)
         if self.pipe is not None:
             each = max(1, each // accumulate) * accumulate
-        batch = self.text.validation_batch(each, rank=rank, world=ranks)
+        batch = self.text.validation_batch(each, rank=self.reader, world=ranks)
         self.model.eval()
         if self.pipe is not None:
             loss = loss_of_pipeline(self.pipe, batch, self.device)
@@ -344,13 +343,14 @@ class Training:
         micro, ranks, accumulate = self.shares
         many = f" x {accumulate} batches" if accumulate > 1 else ""
         went_on = f", going on after step {self.state.step}" if self.state.step else ""
-        of_ranks = f"{ranks} {'data-parallel ' if self.mesh else ''}rank{'s' if ranks > 1 else ''}"
+        degrees = self.options.degrees
+        of_ranks = f"{ranks} {'data-parallel ' if degrees.of_model > 1 else ''}rank{'s' if ranks > 1 else ''}"
         tables = "".join(f"{table}\n" for table in (self.mesh, self.pipe) if table is not None)
         if self.batching is not None:
             tables += f'keep="auto": {self.batching.sentence}.\n'
         return tables + (
             f"Training a GPT of {millions:.1f}M parameters on {megabytes:.1f} MB of Python source: "
-            f"stage {self.options.stage}, {self.options.precision}, {of_ranks} on {self.device.type}, "
+            f"{degrees.stage_in_words(self.world)}, {self.options.precision}, {of_ranks} on {self.device.type}, "
             f"{math.prod(self.shares)} sequences a step ({micro} x {of_ranks}{many}){went_on}. "
             f"Run folder: {self.options.out}"
         )

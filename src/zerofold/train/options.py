@@ -15,7 +15,7 @@ from zerofold.checkpoint.manifest import candidates
 from zerofold.observe.run import check_writers
 from zerofold.observe.run_files import CONFIG_FILE, METRICS_FILE
 from zerofold.offload.wishes import read_offload
-from zerofold.placement import Tier
+from zerofold.placement import ROWS, Tier, row
 from zerofold.precision import policy_of
 from zerofold.samples import Shares, share
 from zerofold.train.gpt import GPTConfig
@@ -38,6 +38,7 @@ CHANGEABLE = frozenset(
         "tensor",
         "pipeline",
         "data",
+        "group",
         "precision",
         "steps",
         "minutes",
@@ -53,9 +54,6 @@ CHANGEABLE = frozenset(
 )
 
 
-STAGES = (0, 1, 2, 3)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     out: Path
@@ -63,7 +61,8 @@ class TrainOptions:
     resume: bool = False
     """Go on from the last whole checkpoint in `out`; begin where there is none."""
     gpt: GPTConfig = field(default_factory=GPTConfig)
-    stage: int = 3
+    stage: int | str = 3
+    """A row of the table in `zerofold.placement`, as zf.prepare takes it."""
     precision: str = "fp32"
     """fp32, tf32, bf16 or fp16."""
     offload: str | None = None
@@ -80,6 +79,8 @@ class TrainOptions:
     """Ranks that follow each other, each with some of the blocks; `accumulate` are its micro-batches."""
     data: int | None = None
     """Ranks with other sequences; those that are left."""
+    group: int | None = None
+    """Ranks in a group, where the stage has groups: by default those of a machine."""
     steps: int | None = None
     """Stop after so many optimizer steps. With neither this nor `minutes`: 300."""
     minutes: float | None = None
@@ -110,8 +111,8 @@ class TrainOptions:
     """Length of the text written at the end."""
 
     def __post_init__(self) -> None:
-        if self.stage not in STAGES:
-            raise ValueError(f"--stage {self.stage} is none that zerofold train has; choose 0, 1, 2 or 3")
+        if str(self.stage) not in ROWS:
+            raise ValueError(f"--stage {self.stage} does not exist: choose one of {', '.join(ROWS)}")
         read_offload(self.offload_wish)
         policy_of(self.precision)
         check_writers(tensorboard=self.tensorboard, wandb=self.wandb)
@@ -182,7 +183,9 @@ class TrainOptions:
 
     @property
     def degrees(self) -> Degrees:
-        return Degrees(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+        return Degrees(
+            row=row(self.stage), tensor=self.tensor, pipeline=self.pipeline, data=self.data, group=self.group
+        )
 
     def shares(self, world: int) -> Shares:
         """How the sequences of a step are shared by the data-parallel ranks among all: batch × ranks × accumulate."""
@@ -228,7 +231,8 @@ class TrainOptions:
         try:
             config = json.loads((run / CONFIG_FILE).read_text())
             gpt = GPTConfig(**config["gpt"])
-            left_out = {"out", "gpt", "resume", "batch", "accumulate", "data"}  # as many ranks as there are this time
+            # As many ranks as there are this time, and groups of them.
+            left_out = {"out", "gpt", "resume", "batch", "accumulate", "data", "group"}
             names = {each.name for each in dataclasses.fields(cls)} - left_out
             saved = {name: config[name] for name in names if name in config}
         except (OSError, ValueError, KeyError, TypeError) as error:
