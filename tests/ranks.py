@@ -47,8 +47,8 @@ from zerofold.engine import Engine
 from zerofold.groups import Groups
 from zerofold.watch import Watch
 
-# Of transformers what every model imports. It looks once for DeepSpeed: tests that put something else there have
-# processes of their own.
+# Of transformers what every model imports, and with it accelerate, which looks once for DeepSpeed: tests that put
+# something else there have processes of their own.
 PRELOADED = [
     "numpy",
     "pytest",
