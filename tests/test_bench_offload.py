@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from zerofold.bench import deepspeed_ops, offload_rows
 from zerofold.bench.alone import AloneError, run_alone
 from zerofold.bench.gpt import GPTSize
-from zerofold.bench.offload import bench_offload_command, parse_runs, size_for
+from zerofold.bench.offload import bench_offload_command, parse_runs, size_for, task_of
+from zerofold.bench.offload_engines import OFFLOAD_ENGINES
 from zerofold.bench.offload_rows import Measurement, Run, make_row
 from zerofold.bench.offload_table import details
 from zerofold.bench.offload_worker import OffloadTask, Outcome
@@ -111,6 +112,14 @@ def test_runs_and_sizes():
         size = size_for(wanted, vocab=512, seq=64)
         block = 12 * size.width**2 + 4 * size.width
         assert size.layers == 1 or wanted <= size.parameters < wanted + block
+
+
+def test_only_engines_that_try_ways_take_all_untimed_steps():
+    common, large = replace(TASK, untimed=8), replace(TASK, untimed=1)
+    untimed = {run.label: task_of(run, common, large).untimed for run in parse_runs(",".join(OFFLOAD_ENGINES), 1.0)}
+    assert {label for label, steps in untimed.items() if steps == 8} == {"zf3_opt", "zf3_all", "zf3_auto", "zf3_nvme"}
+    assert untimed["ds3_cpu"] == untimed["plain"] == 2
+    assert untimed["zf3_large"] == 1
 
 
 def test_a_process_is_killed_when_its_time_is_up():

@@ -85,6 +85,13 @@ def size_for(parameters: float, *, vocab: int, seq: int) -> GPTSize:
     return GPTSize(vocab=vocab, width=width, layers=layers, heads=one.heads, seq=seq)
 
 
+def task_of(run: Run, common: OffloadTask, large: OffloadTask) -> OffloadTask:
+    """What one run is to do, of the two sizes of model."""
+    engine = OFFLOAD_ENGINES[run.engine]
+    task = replace(large if engine.is_large else common, engine=run.engine, clip=run.clip)
+    return task if engine.tries_ways else replace(task, untimed=min(task.untimed, UNTIMED_STEPS))
+
+
 def measure_run(label: str, task: OffloadTask, measurement: Measurement, *, timeout: float) -> None:
     """One engine in a new process, and in a new folder that goes with it. A failure is noted."""
     environment = {
@@ -150,7 +157,12 @@ def bench_offload_command(
     rounds: Annotated[int, typer.Option(min=1, help="Every second one in reverse order.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each engine in a round.")] = 5,
     untimed: Annotated[
-        int, typer.Option(min=1, help="Steps before them; zerofold tries shares of host and device in the first eight.")
+        int,
+        typer.Option(
+            min=1,
+            help="Steps before them; zerofold tries shares of host and device in the first eight. "
+            f"Engines that do the same in every step take {UNTIMED_STEPS} at most.",
+        ),
     ] = UNTIMED_STEPS,
     d: Annotated[
         int | None, typer.Option("--d", min=1, help="Width of the model; 3072 on a GPU, 128 on the CPU.")
@@ -224,10 +236,7 @@ def bench_offload_command(
         timed=LARGE_STEPS - 1,
         batches=1,
     )
-    tasks = {
-        run.label: replace(large if OFFLOAD_ENGINES[run.engine].is_large else common, engine=run.engine, clip=run.clip)
-        for run in runs
-    }
+    tasks = {run.label: task_of(run, common, large) for run in runs}
 
     def summarise(measurement: Measurement) -> dict[str, Any]:
         return {

@@ -65,6 +65,8 @@ class OffloadEngine:
     """It may use a part of the device only."""
     is_large: bool = False
     """It trains a model of its own, which starts on the meta device because no device would hold it."""
+    tries_ways: bool = False
+    """Its first steps differ: it tries shares of host and device. Others do the same in every step."""
 
 
 def plain(model: GPT, wishes: Wishes) -> Training:
@@ -181,7 +183,8 @@ def zerofold(model: GPT, wishes: Wishes, *, offload: Callable[[Wishes], dict[str
 
 
 def _zerofold(offload: Callable[[Wishes], dict[str, Any] | None], *, offloads: bool = True) -> OffloadEngine:
-    return OffloadEngine(partial(zerofold, offload=offload), needs=("zerofold",), offloads=offloads)
+    build = partial(zerofold, offload=offload)
+    return OffloadEngine(build, needs=("zerofold",), offloads=offloads, tries_ways=offloads)
 
 
 def _deepspeed(stage: int, *, optimizer: str = "cpu", parameters: str | None = None) -> OffloadEngine:
