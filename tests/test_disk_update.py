@@ -37,8 +37,9 @@ def _add_one(chunk: Any, states: list[Tensor], then: Callable[[Done], None]) -> 
     return SimpleNamespace(wait=lambda: None)
 
 
+@pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("count", [1, BATCH, BATCH + 1, 2 * BATCH, 3 * BATCH - 1, 4 * BATCH + 2])
-def test_every_chunk_is_updated_once_and_written_where_it_was(count: int) -> None:
+def test_every_chunk_is_updated_once_and_written_where_it_was(count: int, mixes: bool) -> None:
     disk, places = LateDisk(count), {}
     slab = SimpleNamespace(tiers=SimpleNamespace(parameters=Tier.DEVICE))
     chunks: list[Any] = []
@@ -52,6 +53,7 @@ def test_every_chunk_is_updated_once_and_written_where_it_was(count: int) -> Non
     )
     host: Any = SimpleNamespace(submit=_add_one)
     update, before = DiskUpdate(memory, disk, host, SIZE), disk.file.clone()  # type: ignore[arg-type]
+    update.mixes = mixes
     for step in (1, 2):
         batches = list(update.batches(chunks))
         for batch, following in zip(batches, [*batches[1:], []], strict=True):

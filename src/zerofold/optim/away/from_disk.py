@@ -1,13 +1,19 @@
 """Chunks whose states are in a file: read, updated on the host, written, with the disk busy all the time.
 
-disk      [ read b1 ][ write b0 ][ read b2 ][ write b1 ] …      bursts of one kind: a mix costs a disk some of its rate
+disk      [ read b1 ][ write b0 ][ read b2 ][ write b1 ] …      bursts of one kind: some disks lose by a mix
 host      [upd b0]               [upd b1]
 
-One burst begins with the last chunk of the one before, so that the disk always has something to do.
+disk      [ read b1 ][ read b2 ][ read b3 ] …                   both at once: others carry both directions
+          [ write b0 ][ write b1 ][ write b2 ] …
+host      [upd b0]   [upd b1]   [upd b2]
+
+One burst begins with the last chunk of the one before, so that the disk always has something to do. Which of the two
+is faster on a disk, updates find out (`Order`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -24,6 +30,35 @@ from zerofold.placement import Tier
 
 BATCH = 4  # chunks of a burst: 0.8 GB of fp32 states
 STATES = 3
+_FIRST_TRIED, _LAST_TRIED = 2, 5  # these updates take turns; the first one of all makes memory and blocks of the file
+_PERIOD = 32  # later, one of so many tries what is not done otherwise
+
+
+class Order:
+    """Whether an update's reads and writes go at once, or in bursts of one kind: what was faster when last tried.
+
+    >>> order, rates = Order(), {True: 4.7e9, False: 3.7e9}  # bytes a second
+    >>> [order.choose(rates[order.mixes]) for _ in range(8)]
+    [True, False, True, False, True, True, True, True]
+    """
+
+    def __init__(self) -> None:
+        self.mixes = False
+        self._updates = 0
+        self._rates: dict[bool, deque[float]] = {mixes: deque(maxlen=2) for mixes in (False, True)}
+
+    def choose(self, rate: float) -> bool:
+        """For the next update; `rate`: the last one's, where there was one."""
+        self._updates += 1
+        if self._updates > _FIRST_TRIED and rate:
+            self._rates[self.mixes].append(rate)
+        # By the better of two: what disturbs a disk only makes it slower.
+        bursts, mixed = (max(self._rates[mixes], default=0.0) for mixes in (False, True))
+        if self._updates <= _LAST_TRIED:
+            self.mixes = not self.mixes
+        else:
+            self.mixes = (mixed > bursts) != (self._updates % _PERIOD == 0)
+        return self.mixes
 
 
 class DiskUpdate:
@@ -35,6 +70,8 @@ class DiskUpdate:
             memory.take(Tier.HOST, BATCH * STATES * chunk, torch.float32, "update ring", "ring").view(BATCH, STATES, -1)
             for _ in range(2)
         ]
+        self.mixes = False
+        """Reads and writes go at once."""
         self._turn = 0
         self._reads: list[list[Request]] = []  # of each chunk
         self._leaving: list[_Leaving] = []
@@ -64,7 +101,8 @@ class DiskUpdate:
                 made = self._memory.borrow(chunk.copy.nbytes).view(chunk.copy.dtype)
                 made.copy_(self._views(states, chunk)[0])
                 copies.append((made, self._disk.write(self._offset(chunk.copy), made)))
-        _wait(self._reads[:-1])
+        if not self.mixes:
+            _wait(self._reads[:-1])
         for chunk, states, (done,) in zip(batch, room, sent, strict=False):
             pairs = zip(chunk.states, self._views(states, chunk), strict=True)
             writes = [self._disk.write(self._offset(there), here) for there, here in pairs]

@@ -42,6 +42,8 @@ class Timing:
     disk_bytes: int = 0
     """Read and written."""
     disk_seconds: float = 0.0
+    disk_rate: float = 0.0
+    """Bytes a second of the last update that had some."""
     steps: int = 0
     together: float = field(init=False)
     """The share with which both are done at the same time."""
@@ -64,6 +66,7 @@ class Timing:
 
     def end_of_disk(self) -> None:
         self.disk_seconds = time.perf_counter() - self._started
+        self.disk_rate = self.disk_bytes / self.disk_seconds
 
     def tune(self, ran_with: float | None, now: float | None = None, *, is_like_others: bool = True) -> None:
         """Before an update; `ran_with`: the share of the one before; a step unlike others is not compared with them."""

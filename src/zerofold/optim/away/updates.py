@@ -26,7 +26,7 @@ from zerofold.gradients_away import AwayGradients
 from zerofold.memory import Done, TierMemory, Transfers
 from zerofold.optim.away.chunks import Chunk, Ends, Piece, Run, Scaling, count_of_chunks, runs_of
 from zerofold.optim.away.early import EarlyUpdates, Upcoming, versions_of
-from zerofold.optim.away.from_disk import DiskUpdate
+from zerofold.optim.away.from_disk import DiskUpdate, Order
 from zerofold.optim.away.on_host import HostUpdate
 from zerofold.optim.away.slots import Filling, Slot
 from zerofold.optim.away.through_device import DeviceUpdate
@@ -112,6 +112,7 @@ class AwayUpdates:
                 self._early = EarlyUpdates(self._through, self._device_worker, self._streaming, way.ahead)
         self._from_disk: DiskUpdate | None = None
         self._disk_worker: HostWorker | None = None
+        self._order = Order()
         self._versions: dict[Slab, tuple[int, ...]] = {}  # of states in the file, as the last update left them
         self._under_way: list[SlabUpdate] = []
         self._last: list[Job | PoolJob] = []
@@ -285,7 +286,11 @@ class AwayUpdates:
             "early_elements": float(timing.early_elements),
             "device_seconds": timing.device_seconds,
             **(
-                {"disk_bytes": float(timing.disk_bytes), "disk_seconds": timing.disk_seconds}
+                {
+                    "disk_bytes": float(timing.disk_bytes),
+                    "disk_seconds": timing.disk_seconds,
+                    "disk_mixes": float(self._order.mixes),
+                }
                 if timing.disk_bytes
                 else {}
             ),
@@ -315,6 +320,7 @@ class AwayUpdates:
         if not queue:
             return
         disk, worker = self._ready_for_disk(max(chunk.size for chunk, _ in queue))
+        disk.mixes = self._order.choose(self._timing.disk_rate)
         updates = {id(chunk): update for chunk, update in queue}
         batches = list(disk.batches([chunk for chunk, _ in queue]))
         for batch, following in zip(batches, [*batches[1:], []], strict=True):
