@@ -62,6 +62,11 @@ def end(engine: Engine, *, gather: bool = True) -> None:
     if engine.saving_group is not None:
         destroy(engine.groups.mesh, [engine.saving_group], engine.groups.blocks)
     engine.end_groups()
+    # They lead back here, and to themselves: all of this would wait for the garbage collector, with the model's memory.
+    vars(engine.hooks).clear()
+    engine.averages, engine.after_step = [], []
+    for slab in engine.slabs():
+        slab.update = None
     if wants_values and failure is not None:
         raise failure
 

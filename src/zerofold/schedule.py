@@ -12,8 +12,9 @@ decisions depend on what ranks have in common (order, sizes), never on time, so 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from weakref import WeakMethod
 
 import torch
 
@@ -54,8 +55,10 @@ class Schedule:
         self._stepped: list[object] = []  # optimizers, since parameters or gradients were last used
         self._followed: set[object] = set()  # optimizers that another one came after last time
         self._is_alone = all(slab.comm.size == 1 for unit in units for slab in unit.slabs)
+        # Not the method itself: the schedule and its units would keep each other for the garbage collector.
+        link: WeakMethod[Callable[[Unit], None]] = WeakMethod(self._stay)
         for unit in units:
-            unit.fetch = partial(self._stay, unit)
+            unit.fetch = partial(_fetch, link)
 
     # forward
 
@@ -315,3 +318,7 @@ class Schedule:
             if other is unit:
                 return True
         return False
+
+
+def _fetch(stay: WeakMethod[Callable[[Unit], None]], unit: Unit) -> None:
+    (stay() or Unit.wait)(unit)

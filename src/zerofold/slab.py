@@ -408,6 +408,7 @@ class Slab(FlatParameters):
         dtype = self.gradient_dtype
         room = self.resident if shares else self._take(self.tiers.gradients, dtype, "gradients")
         assert room is not None
+        take, tier, size, unit = self.home.memory.take, self.tiers.gradients, room.numel(), self.unit or "root"
         return AwayGradients(
             self.parameters,
             faces,
@@ -416,5 +417,5 @@ class Slab(FlatParameters):
             room.view(dtype),
             self.home.transfers,
             in_place=shares,
-            more_room=lambda wide: self._take(self.tiers.gradients, wide, "gradients"),
+            more_room=lambda wide: take(tier, size, wide, "gradients", unit),  # without the slab, which has this
         )

@@ -37,7 +37,7 @@ class Unit:
         self.name, self.module, self.slabs, self.index = name, module, slabs, index
         self.clock = slabs[0].clock if slabs else Clock()
         self.is_cut = row.parameters.is_cut
-        self.fetch: Callable[[], None] = self.wait  # called when released parameters that nobody cut are touched
+        self.fetch: Callable[[Unit], None] = Unit.wait  # called when released parameters that nobody cut are touched
         self._look_at_slabs()
         self._refusals: dict[str, Callable[[], None]] = {}
         self._state = State.READY
@@ -188,18 +188,20 @@ class Unit:
                 guard(entry.parameter, arrive or self._refusal(entry.name))
 
     def _touched(self) -> None:
-        self.fetch()
+        self.fetch(self)
 
     def _refusal(self, name: str) -> Callable[[], None]:
+        is_cut, unit = self.is_cut, self.name  # and not the unit itself, which keeps these
+
         def refuse() -> None:
-            if not self.is_cut:
+            if not is_cut:
                 raise RuntimeError(
                     f"parameter '{name}' was changed by one optimizer, and is fetched from its owners after the step "
                     "of the other: read it then, or inside `with zf.full_params(model)`"
                 )
             raise RuntimeError(
                 f"the data of parameter '{name}' is on other ranks outside the forward and backward of "
-                f"'{self.name or 'the model'}': read it with zf.full(p) or inside `with zf.full_params(model)`"
+                f"'{unit or 'the model'}': read it with zf.full(p) or inside `with zf.full_params(model)`"
             )
 
         return self._refusals.setdefault(name, refuse)

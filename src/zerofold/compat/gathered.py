@@ -224,7 +224,7 @@ class _Whole:
     def begin(self, modifier: int | None) -> None:
         assert self.engine is not None
         if self._unit.releases and not self._unit.is_cut:
-            self._unit.fetch()  # and it stays: else the next parameter's unit might take its room
+            self._unit.fetch(self._unit)  # and it stays: else the next parameter's unit might take its room
         else:
             self.engine.schedule.make_current(self._unit)
         self._before = self._parameter.detach().clone()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from zerofold.engine import Engine
 from zerofold.optim.adam import why_not_one_pass
@@ -151,13 +153,6 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
 
     def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         nonlocal known
-        if engine.is_closed:
-            if any(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"]):
-                raise RuntimeError(
-                    "the model of this optimizer was closed, so a step would change nothing: build a new optimizer "
-                    "on the model's parameters"
-                )
-            return None
         engine.end_step()  # of another optimizer, or one that raised
         now = len(optimizer.param_groups), engine.changes.count
         if now != known:  # a group was added, or parameters were cut anew
@@ -175,13 +170,26 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
         return (itself, _between(engine.end_step, closure, step.begin), *positional[1:]), rest
 
     def after_step(*_: Any) -> None:
-        if not engine.is_closed:
-            step.end()
+        step.end()
 
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
+    hooks = [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
     # A state dict from elsewhere has whole tensors; each rank keeps its range of them.
-    optimizer.register_load_state_dict_post_hook(lambda _: _recut(optimizer))
+    optimizer.register_load_state_dict_post_hook(_recut)
+    engine.on_close.append(partial(_end, optimizer, hooks))
+
+
+def _end(optimizer: torch.optim.Optimizer, hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:  # which know the engine
+        hook.remove()
+    optimizer.register_step_pre_hook(_refuse_closed)
+
+
+def _refuse_closed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if any(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError(
+            "the model of this optimizer was closed, so a step would change nothing: build a new optimizer on the "
+            "model's parameters"
+        )
 
 
 def _ask_grad_scalers(engine: Engine, optimizer: torch.optim.Optimizer) -> None:

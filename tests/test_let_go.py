@@ -1,0 +1,81 @@
+"""What a closed model held is free as soon as the model is: nothing waits for Python's garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerofold as zf
+from zerofold.engine import Engine
+
+
+class Block(nn.Sequential):
+    pass
+
+
+def left_behind(
+    options: dict[str, Any], checkpoints: dict[str, Any] | None, offloads: bool, averages: bool
+) -> list[str]:
+    """What is still there of a model, its engine and its states once they are closed and dropped."""
+    model = nn.Sequential(*(Block(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if options["stage"] in ("hsdp", "hpz"):
+        options = options | {"mesh": init_device_mesh("cpu", (1, dist.get_world_size()))}
+    model, optimizer = zf.prepare(model, optimizer, units=Block, **options)
+    if checkpoints is not None:
+        zf.checkpoint_blocks(model, units=Block, **checkpoints)
+    average = zf.EMA(model, decay=0.9) if averages else None
+    for _ in range(3):
+        with zf.offload_activations(model, above=64) if offloads else nullcontext():
+            model(torch.ones(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = Engine.of(model)
+    held: dict[str, Any] = {"model": model, "engine": engine, "parameter": next(model.parameters())}
+    held |= {f"state {key}": value for key, value in next(iter(optimizer.state.values()), {}).items()}
+    found = {name: weakref.ref(each) for name, each in held.items()}
+    zf.close(model)
+    del model, optimizer, engine, average, held
+    return [name for name, each in found.items() if each() is not None]
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, bool, bool]] = {
+    **{f"row {row}": ({"stage": row}, None, False, False) for row in ("dp", 0, 1, 2, 3, "hsdp", "hpz")},
+    "bf16": ({"stage": 3, "precision": "bf16", "clip": 1.0}, None, False, False),
+    "fp16": ({"stage": 2, "precision": "fp16"}, None, False, False),
+    "checkpoints": ({"stage": 3, "precision": "bf16"}, {"keep": "host"}, False, False),
+    "activations": ({"stage": 3, "precision": "bf16"}, None, True, False),
+    "average": ({"stage": 3, "precision": "bf16"}, None, False, True),
+    "host": ({"stage": 3, "precision": "bf16", "offload": "host"}, None, False, False),
+    "all on the host": (
+        {"stage": 3, "precision": "bf16", "offload": {"optimizer": "host", "parameters": "host"}},
+        None,
+        False,
+        False,
+    ),
+}
+
+
+def left_behind_without_collector(case: str) -> list[str]:
+    arguments = CASES[case]
+    left_behind(*arguments)  # what is imported and compiled at first use goes in cycles
+    gc.collect()
+    gc.disable()
+    try:
+        return left_behind(*arguments)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_closed_model_leaves_nothing_to_the_collector(ranks: Any, case: str, world: int) -> None:
+    assert ranks(world, left_behind_without_collector, case) == [[]] * world
