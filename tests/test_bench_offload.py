@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -137,6 +138,19 @@ def test_locks_of_killed_builds_go_and_older_ones_stay(tmp_path, monkeypatch):
         os.utime(tmp_path / op / "lock", (time.time() - age,) * 2)
     deepspeed_ops.forget_broken_builds(time.time() - 50)
     assert [lock.parent.name for lock in tmp_path.glob("*/lock")] == ["old"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"), [(None, "9.0"), ("9.0a", "9.0"), ("8.0;9.0a", "9.0"), ("8.6+PTX", "8.6+PTX")]
+)
+def test_deepspeed_builds_for_an_architecture_that_it_can_read(monkeypatch, preset, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for name in ("PATH", "DS_SKIP_CUDA_CHECK"):  # which it changes as well
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", preset or "")
+    deepspeed_ops._prepare_environment()
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == expected
 
 
 def test_tiny_offload_run(tmp_path, monkeypatch):

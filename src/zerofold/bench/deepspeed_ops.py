@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -36,8 +37,11 @@ def _prepare_environment() -> None:
     if beside_python not in folders:
         os.environ["PATH"] = os.pathsep.join([*folders, beside_python])
     if torch.cuda.is_available():
-        # For this GPU alone: the list that DeepSpeed makes up can name architectures that the compiler has dropped.
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "{}.{}".format(*torch.cuda.get_device_capability()))
+        # For this GPU alone: the list that DeepSpeed makes up can name architectures that the compiler has dropped, and
+        # it does not read names such as "9.0a", which compilers take.
+        chosen = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+        if not chosen or re.search(r"\d[a-z]", chosen):
+            os.environ["TORCH_CUDA_ARCH_LIST"] = "{}.{}".format(*torch.cuda.get_device_capability())
     # A CUDA compiler of another minor version than torch's is worth a try: if it does not do, the compiler tells.
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
 
