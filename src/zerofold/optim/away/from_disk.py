@@ -3,9 +3,9 @@
 disk      [ read b1 ][ write b0 ][ read b2 ][ write b1 ] …      bursts of one kind: some disks lose by a mix
 host      [upd b0]               [upd b1]
 
-disk      [ read b1 ][ read b2 ][ read b3 ] …                   both at once: others carry both directions
-          [ write b0 ][ write b1 ][ write b2 ] …
-host      [upd b0]   [upd b1]   [upd b2]
+disk      [r4][r5][r6][r7][r8] …                                 both at once, chunk by chunk: others carry more so
+          [w0][w1][w2][w3][w4] …
+host    [u0][u1][u2][u3][u4] …
 
 One burst begins with the last chunk of the one before, so that the disk always has something to do. Which of the two
 is faster on a disk, updates find out (`Order`).
@@ -26,6 +26,7 @@ from zerofold.memory import Done, TierMemory
 from zerofold.memory.disk import DiskStore, Request
 from zerofold.optim.away.chunks import Chunk, Ends
 from zerofold.optim.away.on_host import HostUpdate
+from zerofold.optim.host_pool import PoolJob
 from zerofold.placement import Tier
 
 BATCH = 4  # chunks of a burst: 0.8 GB of fp32 states
@@ -86,31 +87,28 @@ class DiskUpdate:
         """Updates one batch; the next one is read meanwhile."""
         if self._read_ahead != batch:
             self._reads = [self._read(chunk, states) for chunk, states in zip(batch, self._room, strict=False)]
-        _wait(self._reads)
         room, self._turn = self._room, 1 - self._turn
-        sent: list[list[Done]] = [[] for _ in batch]
-        jobs = [
-            self._host.submit(_without_copy(chunk), self._views(states, chunk), done.append)
-            for chunk, states, done in zip(batch, room, sent, strict=False)
-        ]
-        self._read_in_place_of_written(following)
-        copies = []
-        for job, chunk, states in zip(jobs, batch, room, strict=False):
-            job.wait()
-            if chunk.copy is not None and _is_in_file(chunk):
-                made = self._memory.borrow(chunk.copy.nbytes).view(chunk.copy.dtype)
-                made.copy_(self._views(states, chunk)[0])
-                copies.append((made, self._disk.write(self._offset(chunk.copy), made)))
-        if not self.mixes:
-            _wait(self._reads[:-1])
-        for chunk, states, (done,) in zip(batch, room, sent, strict=False):
-            pairs = zip(chunk.states, self._views(states, chunk), strict=True)
-            writes = [self._disk.write(self._offset(there), here) for there, here in pairs]
-            self._leaving.append(_Leaving(writes, done))
+        reads, self._reads, self._read_ahead = self._reads, [], following
+        before, self._leaving = self._leaving, []
+        sent, copies = list[Done](), list[tuple[Tensor, Request]]()
+        together = 1 if self.mixes else BATCH  # chunks: a burst, or one on its way out for each on its way in
+        for first in range(0, BATCH, together):
+            these = slice(first, first + together)
+            _wait(reads[these])
+            updates = [self._begin(chunk, states) for chunk, states in zip(batch[these], room[these], strict=False)]
+            self._read_in_place_of_written(following[these], before[these], these)
+            for update in updates:
+                update.job.wait()
+                copies += self._write_copy(update)
+            if not self.mixes:
+                _wait(self._reads[:-1])
+            for update in updates:
+                self._leaving.append(self._write_states(update))
+                sent += update.sent
         for made, request in copies:  # parameters are needed first
             request.wait()
             self._memory.bring_back(made, Done())
-        return [Ends(done, done) for (done,) in sent]
+        return [Ends(done, done) for done in sent]
 
     def finish(self) -> None:
         """Returns when all that was updated is in the file."""
@@ -128,15 +126,30 @@ class DiskUpdate:
     def _room(self) -> Tensor:
         return self._rooms[self._turn]
 
-    def _read_in_place_of_written(self, following: list[Chunk]) -> None:
+    def _begin(self, chunk: Chunk, states: Tensor) -> _Update:
+        views, sent = self._views(states, chunk), list[Done]()
+        return _Update(chunk, views, self._host.submit(_without_copy(chunk), views, sent.append), sent)
+
+    def _read_in_place_of_written(self, chunks: list[Chunk], leaving: list[_Leaving], places: slice) -> None:
         """Each chunk as soon as the one before it has left that part of the room."""
-        leaving, self._leaving = self._leaving, []
-        self._reads, self._read_ahead = [], following
-        for index, states in enumerate(self._room):
+        for index, states in enumerate(self._room[places]):
             if index < len(leaving):
                 leaving[index].wait()
-            if index < len(following):
-                self._reads.append(self._read(following[index], states))
+            if index < len(chunks):
+                self._reads.append(self._read(chunks[index], states))
+
+    def _write_copy(self, update: _Update) -> Iterator[tuple[Tensor, Request]]:
+        """What forward computes with, if it lives in the file."""
+        copy = update.chunk.copy
+        if copy is not None and _is_in_file(update.chunk):
+            made = self._memory.borrow(copy.nbytes).view(copy.dtype)
+            made.copy_(update.states[0])
+            yield made, self._disk.write(self._offset(copy), made)
+
+    def _write_states(self, update: _Update) -> _Leaving:
+        pairs = zip(update.chunk.states, update.states, strict=True)
+        (copy,) = update.sent
+        return _Leaving([self._disk.write(self._offset(there), here) for there, here in pairs], copy)
 
     def _read(self, chunk: Chunk, states: Tensor) -> list[Request]:
         pairs = zip(chunk.states, self._views(states, chunk), strict=True)
@@ -149,6 +162,17 @@ class DiskUpdate:
 
     def _offset(self, tensor: Tensor) -> int:
         return self._memory.offset(tensor)
+
+
+class _Update(NamedTuple):
+    """A chunk that the host updates."""
+
+    chunk: Chunk
+    states: list[Tensor]
+    """Where they are meanwhile."""
+    job: PoolJob
+    sent: list[Done]
+    """The arrival of its copy where forward needs it, when the job is done."""
 
 
 class _Leaving(NamedTuple):
