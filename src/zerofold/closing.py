@@ -29,7 +29,7 @@ def end(engine: Engine, *, gather: bool = True) -> None:
             if not unit.is_cut and unit.is_stale:
                 engine.schedule.make_current(unit)
     wants_values, gather = gather, gather and failure is None
-    engine.hooks.remove()
+    engine.hooks.end()
     cut = engine.row.parameters.is_cut
     away = [] if gather else [slab for slab in engine.slabs() if slab.has_own_shard and (cut or not slab.is_kept)]
     for slab in away:
@@ -62,8 +62,7 @@ def end(engine: Engine, *, gather: bool = True) -> None:
     if engine.saving_group is not None:
         destroy(engine.groups.mesh, [engine.saving_group], engine.groups.blocks)
     engine.end_groups()
-    # They lead back here, and to themselves: all of this would wait for the garbage collector, with the model's memory.
-    vars(engine.hooks).clear()
+    # They lead back here: all of this would wait for the garbage collector, with the model's memory.
     engine.averages, engine.after_step = [], []
     for slab in engine.slabs():
         slab.update = None

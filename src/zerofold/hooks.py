@@ -35,8 +35,14 @@ from zerofold.slab import Slab
 from zerofold.unit import Unit
 
 
+CLOSED = (
+    "backward came to a forward from before zf.close(model), and the closed model's gradients would be neither reduced nor "
+    "scaled: call backward before zf.close, or run the forward again"
+)
+
+
 class Hooks:
-    """Installed on every unit of one model; `remove` takes everything off again."""
+    """Installed on every unit of one model; `end` takes everything off again."""
 
     def __init__(
         self,
@@ -64,6 +70,7 @@ class Hooks:
         self._waiting: WeakSet[UnitCall] = WeakSet()
         self._begun: list[UnitCall] = []  # in this backward
         self._callback_queued = False
+        self._is_ended = False
         self.out_of_memory: Callable[[BaseException | None], None] = lambda error: None  # called with it
         self.before_backward: Callable[[], None] = lambda: None  # may refuse it
         self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
@@ -75,10 +82,14 @@ class Hooks:
             for slab in unit.slabs:
                 self.install_on(unit, slab)
 
-    def remove(self) -> None:
+    def end(self) -> None:
+        """Takes everything off and lets go of the model, of which a graph that somebody still has must keep nothing."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
+        for call in self._waiting:
+            del call.unit
+        vars(self).clear()  # hooks and callbacks lead back here, so all would wait for the garbage collector
+        self._is_ended = True
 
     def _install(self, unit: Unit) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -261,6 +272,8 @@ class Hooks:
 
     def _begin_call(self, call: UnitCall, gradients: Any) -> None:
         """A node that made one of the call's outputs is about to run."""
+        if self._is_ended:
+            raise RuntimeError(CLOSED)
         self._enter_backward()
         if not call.begun:
             call.begun = True
@@ -273,6 +286,8 @@ class Hooks:
         Autograd runs later nodes first, and whatever made an input came before all nodes of this call: the first such
         node means that the call's own are through.
         """
+        if self._is_ended:
+            return  # the graph went past the call: no output of it was reached
         if self._accumulation is not None and call.unit in self._accumulation.glue:
             return  # it is gone through piece by piece, and there is no saying which is the last
         if call.begun and not call.ended:
