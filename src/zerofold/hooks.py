@@ -34,10 +34,9 @@ from zerofold.sharded import ShardedTensor
 from zerofold.slab import Slab
 from zerofold.unit import Unit
 
-
 CLOSED = (
-    "backward came to a forward from before zf.close(model), and the closed model's gradients would be neither reduced nor "
-    "scaled: call backward before zf.close, or run the forward again"
+    "backward came to a forward from before zf.close(model), and the gradients would be neither reduced nor scaled: "
+    "call backward before zf.close, or run the forward again"
 )
 
 
