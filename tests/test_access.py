@@ -171,6 +171,55 @@ def step_after_close(stage: int) -> str:
     return "stepped"
 
 
+def gradients_after_close(stage: int) -> tuple[list[bool], str]:
+    """Of a graph that was made before; and what a second backward through one says."""
+    model, _ = prepared(stage)
+    (batch,) = batches(1)
+    model(*batch).backward()
+    before = [zf.full_grad(p) for p in model.parameters()]
+    model.zero_grad()
+    late = model(*batch)
+    zf.close(model)
+    late.backward()
+    equal = [torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), before, strict=True)]
+    zf.prepare(model, torch.optim.AdamW(model.parameters()), stage=stage)
+    again = model(*batch)
+    again.backward(retain_graph=True)
+    zf.close(model)
+    return equal, raised(again.backward)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_from_before_the_model_was_closed_runs_backward(ranks: Any, stage: int) -> None:
+    ((equal, again),) = ranks(1, gradients_after_close, stage)
+    assert all(equal)
+    assert "a second backward through a graph" in again
+
+
+def trained_again(stage: int) -> int:
+    """With the optimizer of a closed model, where its parameters never left it; how many hooks that leaves on it."""
+    model, optimizer = prepared(0)
+    for number in (0, 0, stage):
+        (batch,) = batches(1)
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zf.close(model)
+        hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_load_state_dict_post_hooks)
+        zf.prepare(model, optimizer, stage=number)
+    model(*batch).backward()
+    before = zf.full(next(iter(model.parameters()))).clone()
+    optimizer.step()
+    changed = not torch.equal(before, zf.full(next(iter(model.parameters()))))
+    zf.close(model)
+    return hooks if changed else -1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_whose_parameters_never_left_trains_the_model_again(ranks: Any, stage: int) -> None:
+    assert ranks(2, trained_again, stage) == [0, 0]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_optimizer_of_a_closed_model_does_not_step_in_vain(ranks: Any, stage: int) -> None:
     for answer in ranks(2, step_after_close, stage):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,8 @@ class Hooks:
         self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
         # Backward may run inside a compiled training step, so what autograd calls is kept out of graphs as well.
         self._begins, self._ends = untraced(self._begin_call), untraced(self._end_call_once)
-        self._ends_backward = untraced(self._end_backward)
+        # Not the method itself: graphs of a closed model lead here, and nothing here may lead back to itself.
+        self._ends_backward = untraced(partial(_call, WeakMethod(self._end_backward)))
         for unit in schedule.units:
             self._install(unit)
             for slab in unit.slabs:
@@ -79,6 +80,16 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def let_go(self) -> None:
+        """When the model is closed: of all that leads back here, and of the rest unless a graph may still need it."""
+        if all(call.has_run for call in self._waiting):
+            vars(self).clear()
+            self._callback_queued, self.before_backward = False, _refuse_closed
+            return
+        for name in ("_begins", "_ends", "_inner_hooks", "_root_hooks"):
+            delattr(self, name)
+        self._before_anything, self.before_backward, self.out_of_memory = _nothing, _nothing, _nothing
 
     def _install(self, unit: Unit) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -389,8 +400,24 @@ class Hooks:
     def _forget_begun(self) -> None:
         """A retained graph may run backward again, so its calls start over."""
         for call in self._begun:
-            call.begun = call.ended = False
+            call.begun, call.ended, call.has_run = False, False, True
         self._begun.clear()
+
+
+def _call(link: WeakMethod[Callable[[], None]]) -> None:
+    method = link()
+    if method is not None:
+        method()
+
+
+def _nothing(*_: object) -> None: ...
+
+
+def _refuse_closed() -> None:
+    raise RuntimeError(
+        "a second backward through a graph of a model that was closed meanwhile: call zf.close(model) after the last "
+        "backward through it, or run the forward again"
+    )
 
 
 def _is_leaf_with_grad(value: Any) -> bool:
