@@ -171,6 +171,30 @@ def step_after_close(stage: int) -> str:
     return "stepped"
 
 
+def trained_again(stage: int) -> int:
+    """With the optimizer of a closed model, where its parameters never left it; how many hooks that leaves on it."""
+    model, optimizer = prepared(0)
+    for number in (0, 0, stage):
+        (batch,) = batches(1)
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zf.close(model)
+        hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_load_state_dict_post_hooks)
+        zf.prepare(model, optimizer, stage=number)
+    model(*batch).backward()
+    before = zf.full(next(iter(model.parameters()))).clone()
+    optimizer.step()
+    changed = not torch.equal(before, zf.full(next(iter(model.parameters()))))
+    zf.close(model)
+    return hooks if changed else -1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_whose_parameters_never_left_trains_the_model_again(ranks: Any, stage: int) -> None:
+    assert ranks(2, trained_again, stage) == [0, 0]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_optimizer_of_a_closed_model_does_not_step_in_vain(ranks: Any, stage: int) -> None:
     for answer in ranks(2, step_after_close, stage):

@@ -172,20 +172,29 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
     def after_step(*_: Any) -> None:
         step.end()
 
-    hooks = [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
-    # A state dict from elsewhere has whole tensors; each rank keeps its range of them.
-    optimizer.register_load_state_dict_post_hook(_recut)
+    hooks = [
+        optimizer.register_step_pre_hook(before_step),
+        optimizer.register_step_post_hook(after_step),
+        # A state dict from elsewhere has whole tensors; each rank keeps its range of them.
+        optimizer.register_load_state_dict_post_hook(_recut),
+    ]
     engine.on_close.append(partial(_end, optimizer, hooks))
 
 
 def _end(optimizer: torch.optim.Optimizer, hooks: list[RemovableHandle]) -> None:
     for hook in hooks:  # which know the engine
         hook.remove()
-    optimizer.register_step_pre_hook(_refuse_closed)
+    if _pieces(optimizer):  # else it may train the model again, closed or sharded anew
+        optimizer.register_step_pre_hook(_refuse_closed)
+
+
+def _pieces(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
 
 
 def _refuse_closed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if any(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"]):
+    # Somebody may have given it other parameters since, and a model that has sharded them.
+    if any(Engine.of_parameter(piece) is None for piece in _pieces(optimizer)):
         raise RuntimeError(
             "the model of this optimizer was closed, so a step would change nothing: build a new optimizer on the "
             "model's parameters"
