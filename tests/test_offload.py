@@ -315,6 +315,23 @@ def test_a_gradient_that_is_used_up_is_refused_on_every_rank(ranks: Callable[...
         assert all("read it before optimizer.step()" in error for error in errors)
 
 
+def second_step_without_a_backward(stage: Any, place: str) -> str:
+    model, optimizer = prepared(PLACES[place], stage=stage, precision="bf16")
+    (model(torch.ones(2, 16)).float() ** 2).mean().backward()
+    optimizer.step()
+    error = raised(optimizer.step)
+    zf.close(model)
+    return error
+
+
+@pytest.mark.parametrize(("world", "stage", "place"), [(1, 3, "all"), (2, "dp", "optimizer")])
+def test_no_step_takes_a_gradient_that_is_used_up(
+    ranks: Callable[..., list[Any]], world: int, stage: Any, place: str
+) -> None:
+    for error in ranks(world, second_step_without_a_backward, stage, place):
+        assert "clear it with zero_grad() after" in error
+
+
 def unfrozen_later(folder: str) -> list[bool]:
     found = []
     for place in (None, PLACES["file"] | {"path": folder}, PLACES["all in the file"] | {"path": folder}):
