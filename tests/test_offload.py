@@ -9,6 +9,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -314,6 +315,23 @@ def test_a_gradient_that_is_used_up_is_refused_on_every_rank(ranks: Callable[...
         assert all("read it before optimizer.step()" in error for error in errors)
 
 
+def second_step_without_a_backward(stage: Any, place: str) -> str:
+    model, optimizer = prepared(PLACES[place], stage=stage, precision="bf16")
+    (model(torch.ones(2, 16)).float() ** 2).mean().backward()
+    optimizer.step()
+    error = raised(optimizer.step)
+    zf.close(model)
+    return error
+
+
+@pytest.mark.parametrize(("world", "stage", "place"), [(1, 3, "all"), (2, "dp", "optimizer")])
+def test_no_step_takes_a_gradient_that_is_used_up(
+    ranks: Callable[..., list[Any]], world: int, stage: Any, place: str
+) -> None:
+    for error in ranks(world, second_step_without_a_backward, stage, place):
+        assert "clear it with zero_grad() after" in error
+
+
 def unfrozen_later(folder: str) -> list[bool]:
     found = []
     for place in (None, PLACES["file"] | {"path": folder}, PLACES["all in the file"] | {"path": folder}):
@@ -364,7 +382,8 @@ def test_a_failed_update_is_raised_and_the_model_can_be_let_go(
     assert left == [[], [], False]
 
 
-def sums_of_three_backwards() -> list[bool]:
+def sums_of_three_backwards(quiet: bool) -> list[bool]:
+    """`quiet`: those after the first are inside no_sync."""
     found = []
     for place, stays in ((None, False), (PLACES["optimizer"], True), (PLACES["all"], False), (PLACES["all"], True)):
         model, _ = prepared(place, stage=3, precision="bf16")
@@ -372,15 +391,20 @@ def sums_of_three_backwards() -> list[bool]:
             assert isinstance(slab.gradients, AwayGradients)
             slab.gradients.staying = frozenset({0, 2})  # as a GPU with room for them has it
         for part in range(3):
-            (model(torch.full((2, 16), float(part))).float() ** 2).mean().backward()
+            with zf.no_sync(model) if quiet and part else nullcontext():
+                (model(torch.full((2, 16), float(part))).float() ** 2).mean().backward()
+        zf.clip_grad_norm_(model, 1e9)  # reduces what is left
         found.append([zf.full(p.grad) for p in model.parameters()])
         zf.close(model)
     return [all(map(torch.equal, each, found[0])) for each in found]
 
 
 @pytest.mark.filterwarnings("ignore:gradients of several micro-batches")
-def test_backwards_that_nobody_planned_add_up_wherever_gradients_wait(ranks: Callable[..., list[Any]]) -> None:
-    assert ranks(1, sums_of_three_backwards) == [[True] * 4]
+@pytest.mark.parametrize("quiet", [False, True])
+def test_backwards_that_nobody_planned_add_up_wherever_gradients_wait(
+    ranks: Callable[..., list[Any]], quiet: bool
+) -> None:
+    assert ranks(1, sums_of_three_backwards, quiet) == [[True] * 4]
 
 
 def optimizers_for_a_file(folder: str) -> tuple[str, int]:
