@@ -239,7 +239,7 @@ class FaceGradients:
         """Backward ended without a reduction: show that there is a gradient, so that clearing it is noticed."""
         for index, local in enumerate(self._local):
             if local is not None:
-                if not self._holds_value[index]:
+                if not (self._holds_value[index] or self._is_shown[index]):  # a rank alone shows what it adopted
                     self._piece(index).zero_()
                     self._holds_value[index] = True
                 self._show(index, unreduced=True)
