@@ -69,7 +69,7 @@ class Filled:
         self._changes = [chunks // 2, chunks - chunks // 2, *later]
         self.told: list[tuple[int, int]] = []
 
-    def change(self) -> int:
+    def change(self, absent: int) -> int:
         return self._changes.pop(0) if self._changes else 0
 
     def changed(self, count: int, wanted: int) -> None:
@@ -159,7 +159,7 @@ def filled_by(memory: FakeMemory, limit: int, steps: Sequence[int], given: int =
     filling, found = slots.Filling(torch.device("cuda", 0), limit * memory.slot), []
     for used in steps:
         memory.step(used + given)
-        found.append(filling.change())
+        found.append(filling.change(0))
         filling.changed(found[-1], found[-1])
         given += found[-1]
     return filling, found
@@ -328,6 +328,38 @@ def test_parking_lets_go_of_the_memory_of_an_update(ranks: Any, ahead: int, earl
     assert equal
     assert parked == 0
     assert before == after > through_device.SLOTS
+
+
+def fewer_after_parking(after: int) -> tuple[bool, int]:
+    """Less memory for states that stay, in the step after they were away, or in the one after that."""
+    found = []
+    for parks in (False, True):
+        later = (0, 0, *[0] * after, -13)
+        with updated_through_the_device(1.0, clip=1e9, lasting=20, later=later) as (model, optimizer):
+            train(model, optimizer, 5)
+            updates: Any = Engine.of(model).updates
+            if parks:
+                zf.offload_states(model)
+                zf.reload_states(model)
+            train(model, optimizer, 3, first=5)
+            updates.finish()
+            there = slots_of(updates) - through_device.SLOTS
+            found.append(states(model, optimizer))
+    return all(map(torch.equal, *found)), there
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_fewer_states_stay_after_parking(ranks: Any, after: int) -> None:
+    assert ranks(1, fewer_after_parking, after) == [(True, 7)]
+
+
+def test_memory_that_will_be_taken_again_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model may have some of it by then."""
+    memory = FakeMemory(monkeypatch)
+    filling, found = filled_by(memory, 160, [120] * 6)
+    assert sum(found) == 31
+    memory.step(130 - 20)
+    assert [filling.change(absent) for absent in (0, 31, 50)] == [0, 0, -8]
 
 
 def looked_at_whole() -> list[str]:

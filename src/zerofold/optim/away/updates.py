@@ -221,7 +221,7 @@ class AwayUpdates:
             return []  # the first step of these slabs
         # Without a copy, forward computes with what the host has.
         staying = [slab for slab in self._streaming if slab.copy_of_shard is not None]
-        wanted = min(filling.change(), sum(map(count_of_chunks, staying)) - self._lasting)
+        wanted = min(filling.change(through.owed), sum(map(count_of_chunks, staying)) - self._lasting)
         if wanted < 0:
             self._device_worker.submit(partial(through.fewer, -wanted)).wait()
         if wanted:
