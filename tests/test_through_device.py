@@ -135,13 +135,14 @@ def places_that_differ() -> list[str]:
 class FakeMemory:
     """What CUDA's allocator would say, in chunks' states."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, largest: int = 1) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, largest: int = 1, backend: str = "native") -> None:
         self.slot = slots.CHUNK * 12
         self.now = self.peak = 0
         cuda = {
+            "get_allocator_backend": lambda: backend,
             "memory_reserved": lambda _: self.now * self.slot,
             "max_memory_reserved": lambda _: self.peak * self.slot,
-            "memory_snapshot": lambda: [
+            "memory_snapshot": lambda: [  # of the native backend alone
                 {"device": 0, "total_size": largest * self.slot},
                 {"device": 0, "total_size": 99 * self.slot, "is_expandable": True},
                 {"device": 1, "total_size": 99 * self.slot},
@@ -170,6 +171,7 @@ def test_a_device_is_filled_by_halves_of_what_steps_leave(monkeypatch: pytest.Mo
     assert filled_by(FakeMemory(monkeypatch), 160, [120] * 9)[1] == [16, 8, 4, 2, 1, 0, 0, 0, 0]  # up to 152
     assert filled_by(FakeMemory(monkeypatch, largest=20), 160, [120] * 6)[1] == [10, 5, 2, 1, 1, 0]  # up to 140
     assert filled_by(FakeMemory(monkeypatch, largest=50), 160, [120] * 2)[1] == [0, 0]
+    assert filled_by(FakeMemory(monkeypatch, largest=50, backend="cudaMallocAsync"), 160, [120] * 2)[1] == [16, 8]
 
 
 def test_what_steps_happen_to_leave_later_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +305,21 @@ def test_memory_for_states_that_stay_comes_and_goes(ranks: Any) -> None:
     given_back, refused = ranks(1, memory_of_chunks)[0]
     assert given_back == [0, 10, 20, 13, 13, 12, 10, 10, -7, 0, -1]
     assert refused == [0, 10, 13, 13, 13, 13, 10, 3, 0, 0, 0]
+
+
+def gradients_that_stay() -> list[int]:
+    """Slabs of which the next backward leaves gradients on the device: none, half, all, and none again."""
+    found = []
+    with updated_through_the_device(0.3, lasting=29, later=(-29,)) as (model, optimizer):
+        for step in range(4):
+            train(model, optimizer, 1, first=step)
+            gradients: list[Any] = [slab.gradients for slab in Engine.of(model).slabs()]
+            found.append(sum(bool(each.staying) for each in gradients))
+    return found
+
+
+def test_gradients_stay_as_long_as_their_states_do(ranks: Any) -> None:
+    assert ranks(1, gradients_that_stay) == [[0, 2, 3, 0]]
 
 
 def parked_and_back(ahead: int, early: bool, lasting: int) -> tuple[bool, list[int]]:

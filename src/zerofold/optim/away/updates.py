@@ -210,8 +210,9 @@ class AwayUpdates:
                     owed -= piece.size
                     chosen.append(index)
             slab.streamed = frozenset(chosen)
-            if isinstance(slab.gradients, AwayGradients) and (self._keeps_gradients or slab in special):
-                slab.gradients.staying = slab.streamed
+            if isinstance(slab.gradients, AwayGradients):
+                stays = self._keeps_gradients or slab in special
+                slab.gradients.staying = slab.streamed if stays else frozenset()
 
     def _fill(self, work: Sequence[tuple[Slab, list[Piece], tuple[Tensor, Tensor]]]) -> list[Slot]:
         """Memory for chunks that stay from now on, no more than there are; or takes some away. Slabs that have some
