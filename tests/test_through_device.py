@@ -69,7 +69,7 @@ class Filled:
         self._changes = [chunks // 2, chunks - chunks // 2, *later]
         self.told: list[tuple[int, int]] = []
 
-    def change(self) -> int:
+    def change(self, absent: int) -> int:
         return self._changes.pop(0) if self._changes else 0
 
     def changed(self, count: int, wanted: int) -> None:
@@ -135,13 +135,14 @@ def places_that_differ() -> list[str]:
 class FakeMemory:
     """What CUDA's allocator would say, in chunks' states."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, largest: int = 1) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, largest: int = 1, backend: str = "native") -> None:
         self.slot = slots.CHUNK * 12
         self.now = self.peak = 0
         cuda = {
+            "get_allocator_backend": lambda: backend,
             "memory_reserved": lambda _: self.now * self.slot,
             "max_memory_reserved": lambda _: self.peak * self.slot,
-            "memory_snapshot": lambda: [
+            "memory_snapshot": lambda: [  # of the native backend alone
                 {"device": 0, "total_size": largest * self.slot},
                 {"device": 0, "total_size": 99 * self.slot, "is_expandable": True},
                 {"device": 1, "total_size": 99 * self.slot},
@@ -159,7 +160,7 @@ def filled_by(memory: FakeMemory, limit: int, steps: Sequence[int], given: int =
     filling, found = slots.Filling(torch.device("cuda", 0), limit * memory.slot), []
     for used in steps:
         memory.step(used + given)
-        found.append(filling.change())
+        found.append(filling.change(0))
         filling.changed(found[-1], found[-1])
         given += found[-1]
     return filling, found
@@ -170,6 +171,7 @@ def test_a_device_is_filled_by_halves_of_what_steps_leave(monkeypatch: pytest.Mo
     assert filled_by(FakeMemory(monkeypatch), 160, [120] * 9)[1] == [16, 8, 4, 2, 1, 0, 0, 0, 0]  # up to 152
     assert filled_by(FakeMemory(monkeypatch, largest=20), 160, [120] * 6)[1] == [10, 5, 2, 1, 1, 0]  # up to 140
     assert filled_by(FakeMemory(monkeypatch, largest=50), 160, [120] * 2)[1] == [0, 0]
+    assert filled_by(FakeMemory(monkeypatch, largest=50, backend="cudaMallocAsync"), 160, [120] * 2)[1] == [16, 8]
 
 
 def test_what_steps_happen_to_leave_later_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +307,21 @@ def test_memory_for_states_that_stay_comes_and_goes(ranks: Any) -> None:
     assert refused == [0, 10, 13, 13, 13, 13, 10, 3, 0, 0, 0]
 
 
+def gradients_that_stay() -> list[int]:
+    """Slabs of which the next backward leaves gradients on the device: none, half, all, and none again."""
+    found = []
+    with updated_through_the_device(0.3, lasting=29, later=(-29,)) as (model, optimizer):
+        for step in range(4):
+            train(model, optimizer, 1, first=step)
+            gradients: list[Any] = [slab.gradients for slab in Engine.of(model).slabs()]
+            found.append(sum(bool(each.staying) for each in gradients))
+    return found
+
+
+def test_gradients_stay_as_long_as_their_states_do(ranks: Any) -> None:
+    assert ranks(1, gradients_that_stay) == [[0, 2, 3, 0]]
+
+
 def parked_and_back(ahead: int, early: bool, lasting: int) -> tuple[bool, list[int]]:
     found, there = [], []
     for parks in (False, True):
@@ -328,6 +345,38 @@ def test_parking_lets_go_of_the_memory_of_an_update(ranks: Any, ahead: int, earl
     assert equal
     assert parked == 0
     assert before == after > through_device.SLOTS
+
+
+def fewer_after_parking(after: int) -> tuple[bool, int]:
+    """Less memory for states that stay, in the step after they were away, or in the one after that."""
+    found = []
+    for parks in (False, True):
+        later = (0, 0, *[0] * after, -13)
+        with updated_through_the_device(1.0, clip=1e9, lasting=20, later=later) as (model, optimizer):
+            train(model, optimizer, 5)
+            updates: Any = Engine.of(model).updates
+            if parks:
+                zf.offload_states(model)
+                zf.reload_states(model)
+            train(model, optimizer, 3, first=5)
+            updates.finish()
+            there = slots_of(updates) - through_device.SLOTS
+            found.append(states(model, optimizer))
+    return all(map(torch.equal, *found)), there
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_fewer_states_stay_after_parking(ranks: Any, after: int) -> None:
+    assert ranks(1, fewer_after_parking, after) == [(True, 7)]
+
+
+def test_memory_that_will_be_taken_again_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model may have some of it by then."""
+    memory = FakeMemory(monkeypatch)
+    filling, found = filled_by(memory, 160, [120] * 6)
+    assert sum(found) == 31
+    memory.step(130 - 20)
+    assert [filling.change(absent) for absent in (0, 31, 50)] == [0, 0, -8]
 
 
 def looked_at_whole() -> list[str]:

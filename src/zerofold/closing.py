@@ -77,7 +77,8 @@ def _end_updates(engine: Engine) -> Exception | None:
         try:
             updates.close()
         except Exception as error:
-            engine.updates, failure = None, error
+            failure = error
+        engine.updates = None  # with their memory on the device: somebody may hold the engine, an average for instance
     return failure
 
 

@@ -71,6 +71,10 @@ class Groups:
     def destroy(self) -> None:
         others = () if self.model is None else (self.model.group, self.job.group)
         destroy(self.mesh, (*self.made, self.control.group, *others), self.blocks)
+        comms = (self.everyone, self.gather, self.reduce, self.across, self.copy, self.control, self.model, self.job)
+        for comm in comms:
+            if comm is not None:
+                comm.latest = None  # which leads back to it: sockets would wait for the garbage collector
 
 
 class _Maker:

@@ -9,41 +9,60 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from zerofold.memory.disk import PAGE, DiskError
 
-MIXES = ("read", "write", "mixed")
+KINDS = ("read", "write", "mixed")
+ORDERS = ("mixed", "in bursts")  # of half read and half written: which is faster depends on the disk
+BURST = 768 * 2**20  # bytes, as the update of states in a file has them
 Job = tuple[Callable[[int, list[mmap.mmap], int], int], int]  # the call and its offset
 
 
-def raw_rate(
-    folder: str | os.PathLike[str], nbytes: int, mix: str, *, threads: int = 4, block: int = 8 * 2**20
-) -> float:
-    """GB/s of plain O_DIRECT transfers of `nbytes`, in blocks and threads as the NVMe tier uses them.
+def raw_rates(
+    folder: str | os.PathLike[str],
+    nbytes: int,
+    mixes: Sequence[str] = ORDERS,
+    *,
+    threads: int = 4,
+    block: int = 8 * 2**20,
+) -> dict[str, float]:
+    """GB/s of plain O_DIRECT transfers of `nbytes` each, in blocks and threads as the NVMe tier uses them, by mix.
 
-    "mixed" reads one half of the file and writes the other at the same time, `nbytes` in all.
+    "mixed" reads one half of the file and writes the other at the same time, `nbytes` in all; "in bursts" in turns.
 
-    >>> raw_rate(tempfile.gettempdir(), 1 << 20, "mixed", block=1 << 18) > 0
-    True
+    >>> rates = raw_rates(tempfile.gettempdir(), 1 << 20, block=1 << 18)
+    >>> list(rates), min(rates.values()) > 0
+    (['mixed', 'in bursts'], True)
     """
-    if mix not in MIXES:
-        raise ValueError(f"mix={mix!r} does not exist; choose one of {', '.join(MIXES)}")
+    for mix in mixes:
+        if mix not in (*KINDS, *ORDERS):
+            raise ValueError(f"mix={mix!r} does not exist; choose from {', '.join(dict.fromkeys((*KINDS, *ORDERS)))}")
     if block <= 0 or block % PAGE or nbytes < 2 * block:
         raise ValueError(f"nbytes={nbytes}, block={block}: block must be a multiple of {PAGE}, nbytes two or more")
     offsets = range(0, nbytes - block + 1, block)
-    half = len(offsets) // 2
     with _unnamed_file(folder, nbytes) as fd:
         # Blocks that were never written read as zeros without a disk, and cost more to write the first time.
         _seconds(fd, [(os.pwritev, offset) for offset in offsets], threads, block)
-        if mix == "mixed":
-            pairs = zip(offsets[:half], offsets[half:], strict=False)
-            jobs: list[Job] = [job for low, high in pairs for job in ((os.preadv, low), (os.pwritev, high))]
-        else:
-            jobs = [(os.preadv if mix == "read" else os.pwritev, offset) for offset in offsets]
-        return len(jobs) * block / _seconds(fd, jobs, threads, block) / 1e9
+        rates = {}
+        for mix in mixes:
+            jobs = list(_jobs(mix, offsets, block))
+            rates[mix] = len(jobs) * block / _seconds(fd, jobs, threads, block) / 1e9
+        return rates
+
+
+def _jobs(mix: str, offsets: range, block: int) -> Iterator[Job]:
+    if mix not in ORDERS:
+        yield from ((os.preadv if mix == "read" else os.pwritev, offset) for offset in offsets)
+        return
+    half = len(offsets) // 2
+    together = 1 if mix == "mixed" else max(1, min(BURST // block, half // 2))
+    for first in range(0, half, together):
+        last = min(first + together, half)
+        yield from ((os.preadv, offset) for offset in offsets[first:last])
+        yield from ((os.pwritev, offset) for offset in offsets[half + first : half + last])
 
 
 @contextmanager

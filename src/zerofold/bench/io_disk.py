@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zerofold.bench.disk import MIXES, raw_rate
+from zerofold.bench.disk import KINDS, ORDERS, raw_rates
 from zerofold.bench.io_rows import Rate
 from zerofold.memory.arena import HostArena
 from zerofold.memory.disk import PAGE, DiskStore, Request
@@ -23,15 +23,16 @@ Move = tuple[Callable[[int, Tensor], Request], int]  # the store's call and its 
 
 
 def disk_rates(folder: Path, nbytes: int) -> list[Rate]:
-    """Moves `nbytes` each time: read, written, and half of it read while the other half is written."""
+    """Moves `nbytes` each time: read, written, and half of it read while the other half is written, or in turns."""
     piece = min(PIECE, max(1, nbytes // (2 * PIECES) // PAGE) * PAGE)
     whole = max(nbytes // piece, 2) * piece
-    raw = {mix: Rate(PART, f"{mix}, raw", raw_rate(folder, whole, mix, block=min(piece, 8 * 2**20))) for mix in MIXES}
+    found = raw_rates(folder, whole, list(dict.fromkeys((*KINDS, *ORDERS))), block=min(piece, 8 * 2**20))
+    raw = {mix: Rate(PART, f"{mix}, raw", rate) for mix, rate in found.items()}
     with DiskStore(folder, whole) as store:
         note = "" if store.is_direct else "through the page cache: this file system has no O_DIRECT"
         through = _through_the_store(store, whole, piece)
     rates = list(raw.values())
-    for mix in MIXES:
+    for mix in KINDS:
         share = through[mix] / raw[mix].gb_per_s
         rates.append(Rate(PART, f"{mix}, NVMe tier", through[mix], share, raw[mix].name, note))
     return rates
@@ -53,7 +54,7 @@ def _through_the_store(store: DiskStore, nbytes: int, piece: int) -> dict[str, f
     _run(writes, memory)  # blocks that were never written cost more the first time
     rates = {
         mix: len(moves) * piece / _run(moves, memory) / 1e9
-        for mix, moves in zip(MIXES, (reads, writes, both), strict=True)
+        for mix, moves in zip(KINDS, (reads, writes, both), strict=True)
     }
     arena.close()
     return rates

@@ -25,7 +25,7 @@ from rich.console import Console
 from zerofold.bench import figures
 from zerofold.bench.alone import AloneError, run_alone
 from zerofold.bench.deepspeed_ops import forget_broken_builds
-from zerofold.bench.disk import raw_rate
+from zerofold.bench.disk import raw_rates
 from zerofold.bench.gpt import GPTSize
 from zerofold.bench.machine import choose_device, describe_software
 from zerofold.bench.mixed import BATCHES, SIZES, UNTIMED_STEPS
@@ -122,7 +122,7 @@ def measure_run(label: str, task: OffloadTask, measurement: Measurement, *, time
     if OFFLOAD_ENGINES[task.engine].uses_disk and label not in measurement.errors:
         nbytes = max(2 * RAW_BLOCK, min(RAW_BYTES, STATE_BYTES * task.size.parameters))
         try:  # right behind the engine: a disk that others use as well is not equally fast all day
-            measurement.raw_disk[label] = raw_rate(task.path, nbytes, "mixed", block=RAW_BLOCK)
+            measurement.raw_disk[label] = max(raw_rates(task.path, nbytes, block=RAW_BLOCK).values())
         except DiskError as error:
             measurement.errors[label] = str(error)
 

@@ -33,7 +33,7 @@ class Measurement:
     rounds: list[dict[str, Outcome]] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     raw_disk: dict[str, float] = field(default_factory=dict)
-    """GB/s, half read and half written, measured right behind the last run."""
+    """GB/s, half read and half written, in the faster order, measured right behind the last run."""
 
     def outcomes(self, label: str) -> list[Outcome]:
         return [each[label] for each in self.rounds if label in each]
@@ -80,7 +80,7 @@ class OffloadRow:
     disk_update_gb_per_s: float | None = None
     """Over the last update, from its first read to its last write, where the engine tells."""
     disk_raw_gb_per_s: float | None = None
-    """The disk alone, half read and half written, right behind the run."""
+    """The disk alone, half read and half written, mixed or in bursts, whichever is faster, right behind the run."""
     disk_file_gib: float | None = None
     tiers: dict[str, dict[str, float]] | None = None
     """Tier → GiB predicted before the start and GiB measured."""

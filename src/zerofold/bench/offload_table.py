@@ -76,7 +76,7 @@ def details(row: OffloadRow) -> list[str]:
         during = "over the update" if row.disk_update_gb_per_s else "over the whole step"
         lines.append(
             f"disk: {rate:.2f} GB/s {during}, {rate / row.disk_raw_gb_per_s:.0%} of the {row.disk_raw_gb_per_s:.2f} "
-            "GB/s that it does alone, half read and half written"
+            "GB/s that it does alone, half read and half written in the faster order"
         )
     for tier, both in (row.tiers or {}).items():
         predicted, measured = both["predicted_gib"], both["measured_gib"]

@@ -102,7 +102,7 @@ class Step:
         return (
             wanted
             and why_not_one_pass(self._optimizer) is None
-            and all(isinstance(p, ShardedParameter) or not p.numel() for p in self._parameters())
+            and all(isinstance(p, ShardedParameter) or not _has_work(p) for p in self._parameters())
         )
 
     def _parameters(self) -> list[Tensor]:
@@ -169,6 +169,11 @@ class Step:
         engine.scaler.update(skipped, parameter=name)
         engine.reducer.loss_scale = engine.scaler.value
         return info
+
+
+def _has_work(whole: Tensor) -> bool:
+    """A parameter that is not cut: frozen ones are whole where the row cuts no parameters, and nobody updates them."""
+    return whole.numel() > 0 and (whole.requires_grad or whole.grad is not None)
 
 
 def _what(name: str | None) -> str:

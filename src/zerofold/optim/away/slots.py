@@ -57,12 +57,12 @@ class Filling:
         self._expected = 0  # to be reserved by a step like the fullest, with what was given since
         self._is_full = False
 
-    def change(self) -> int:
+    def change(self, absent: int) -> int:
         """In every step but the first, whose gradients were not on the device yet: for how many chunks there is room
-        now, or, below 0, how many are too many."""
+        now, or, below 0, how many are too many. `absent`: chunks whose memory was let go of, to be taken again."""
         if not self._is_full:  # it takes a while to look
             self._bound = self._limit - max(_largest_segment(self._device), self._limit // 20)
-        over = torch.cuda.memory_reserved(self._device) - self._bound
+        over = torch.cuda.memory_reserved(self._device) + absent * _state_bytes() - self._bound
         if over > 0 and self._given:
             return -min(-(-over // _state_bytes()), self._given // _state_bytes())
         if self._is_full:
@@ -84,7 +84,9 @@ def _state_bytes() -> int:
 
 
 def _largest_segment(device: torch.device) -> int:
-    """Those that grow and shrink by pages have no holes that matter."""
+    """Those that grow and shrink by pages have no holes that matter. CUDA's own allocator keeps no list, and raises."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return 0
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == device.index]
     return max((segment["total_size"] for segment in segments if not segment.get("is_expandable")), default=0)
 

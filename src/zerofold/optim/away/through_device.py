@@ -63,7 +63,8 @@ class DeviceUpdate:
         self._device, self._up, self._ahead = device, up, ahead
         self._kernel, self._copies, self._down = (torch.cuda.Stream(device) for _ in range(3))
         self._slots = deque(Slot(device, up) for _ in range(SLOTS + ahead))  # free the longest first
-        self._owed = 0  # slots that are made when the next one is wanted
+        self.owed = 0
+        """Slots that are made when the next one is wanted."""
         self._staged: dict[tuple[object, int, int], Slot] = {}
         self._early: dict[tuple[object, int, int], _Early] = {}
         self._lasting: dict[tuple[object, int, int], _Lasting] = {}
@@ -187,7 +188,9 @@ class DeviceUpdate:
         """So many chunks less stay from now on, and their memory is nobody's any more."""
         self._most_lasting -= count
         self._free(list(self._lasting)[self._most_lasting :])
-        for _ in range(count):
+        absent = min(count, self.owed)
+        self.owed -= absent
+        for _ in range(count - absent):
             self._slots.pop().free.finish()
 
     def let_go(self) -> None:
@@ -196,7 +199,7 @@ class DeviceUpdate:
         self._free(list(self._lasting))
         self._slots.extend(self._staged.values())
         self._staged = {}
-        self._owed += len(self._slots)
+        self.owed += len(self._slots)
         while self._slots:
             self._slots.pop().free.finish()
 
@@ -323,9 +326,9 @@ class DeviceUpdate:
         return self._staged.pop(chunk.key, None) if lasting is None else lasting.slot
 
     def _take_slot(self) -> Slot:
-        for _ in range(self._owed):
+        for _ in range(self.owed):
             self._slots.append(Slot(self._device, self._up))
-            self._owed -= 1
+            self.owed -= 1
         slot = self._slots.popleft()
         slot.free.finish()
         return slot

@@ -210,8 +210,9 @@ class AwayUpdates:
                     owed -= piece.size
                     chosen.append(index)
             slab.streamed = frozenset(chosen)
-            if isinstance(slab.gradients, AwayGradients) and (self._keeps_gradients or slab in special):
-                slab.gradients.staying = slab.streamed
+            if isinstance(slab.gradients, AwayGradients):
+                stays = self._keeps_gradients or slab in special
+                slab.gradients.staying = slab.streamed if stays else frozenset()
 
     def _fill(self, work: Sequence[tuple[Slab, list[Piece], tuple[Tensor, Tensor]]]) -> list[Slot]:
         """Memory for chunks that stay from now on, no more than there are; or takes some away. Slabs that have some
@@ -221,7 +222,7 @@ class AwayUpdates:
             return []  # the first step of these slabs
         # Without a copy, forward computes with what the host has.
         staying = [slab for slab in self._streaming if slab.copy_of_shard is not None]
-        wanted = min(filling.change(), sum(map(count_of_chunks, staying)) - self._lasting)
+        wanted = min(filling.change(through.owed), sum(map(count_of_chunks, staying)) - self._lasting)
         if wanted < 0:
             self._device_worker.submit(partial(through.fewer, -wanted)).wait()
         if wanted:
