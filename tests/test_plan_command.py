@@ -218,7 +218,7 @@ def test_a_function_is_built_on_the_meta_device(tmp_path: Path, monkeypatch: pyt
     ("arguments", "hint"),
     [
         ([], "nothing is given"),
-        (["--params", "1e9", "--layers", "3"], "both --params and --layers"),
+        (["--params", "1e9", "--layers", "3"], "--params and --layers, --hidden, --heads are given"),
         (["--params", "1e16"], "from 1e3 to 1e+15"),
         (["--layers", "3", "--hidden", "64"], "add --heads"),
         (["--layers", "3", "--hidden", "64", "--heads", "5"], "does not divide into --heads 5"),
@@ -240,6 +240,10 @@ def test_a_function_is_built_on_the_meta_device(tmp_path: Path, monkeypatch: pyt
         (["--function", "no_colon"], "must be module:function"),
         (["--function", "no_such_module:build"], "No module named"),
         (["--function", "json:build"], "json has no function 'build'"),
+        (["--params", "1e9", "--vocab", "1000000000"], "give a smaller --vocab"),
+        (["--params", "1e9", "--preset", ""], "--preset '' is not known"),
+        (["--params", "1e9", "--chunks", "2"], "--chunks 2 is of a pipeline, and --pipeline 1"),
+        (["--params", "1e9", "--html", "."], "--html . is a folder: name a file in it"),
     ],
 )
 def test_misuse(arguments: list[str], hint: str) -> None:
@@ -248,6 +252,22 @@ def test_misuse(arguments: list[str], hint: str) -> None:
     assert result.stderr.startswith("error: ")
     assert hint in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--html", "--config"])
+def test_a_file_that_cannot_be_written(tmp_path: Path, option: str) -> None:
+    """What is no file is written to, and not replaced by one; a link stays one."""
+    link, page = tmp_path / "link", tmp_path / "page"
+    link.symlink_to("/dev/full")
+    result = invoke(*GPT, option, str(link))
+    assert result.exit_code == 2, result.output
+    assert result.stderr == f"error: {option} {link} cannot be written (No space left on device): name another\n"
+    link.unlink()
+    link.symlink_to(page)
+    assert invoke(*GPT, option, str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert page.stat().st_size > 100
+    assert sorted(tmp_path.iterdir()) == [link, page]
 
 
 def test_a_config_that_cannot_be_used(tmp_path: Path) -> None:

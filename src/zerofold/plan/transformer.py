@@ -133,6 +133,11 @@ def from_parameters(
     step *= math.lcm(many, divisor)
     hidden = max(step, round((ASPECT * count / 12) ** (1 / 3) / step) * step)
     # In a small model the usual vocabulary and sequence would be all there is.
+    if vocab is not None and vocab * hidden >= total:
+        raise ValueError(
+            f"vocab={vocab} is a table of {vocab * hidden:,} parameters in a GPT of usual proportions, hidden "
+            f"{hidden}, and params={count:g} is all there is; give a smaller vocab=, or layers=, hidden= and heads="
+        )
     vocab = vocab or max(16, min(VOCABULARY, int(0.3 * count) // hidden))
     positions = max(1, min(seq, int(0.1 * count) // hidden))
     heads = max(divisor, hidden // (128 if hidden >= 2048 else 64))

@@ -89,8 +89,8 @@ def simulate_command(
     try:
         fleet = preset(machine, devices=world_size, per_node=gpus_per_node)
         wires = Wires(
-            inside=_link(fleet.inside, rate_inside, latency_inside),
-            across=_link(fleet.across, rate_across, latency_across),
+            inside=_link("inside", fleet.inside, rate_inside, latency_inside),
+            across=_link("across", fleet.across, rate_across, latency_across),
             per_node=fleet.per_node,
             steps="ring" if rings else "tree",
         )
@@ -155,9 +155,9 @@ def _check(stage: str, precision: str, device: str, engine: str, scaling: str | 
         raise ValueError(f"--engine {engine}: FSDP2 does not run on the meta device; use --device cuda, or cpu")
 
 
-def _link(link: Link, rate: str | None, latency: str | None) -> Link:
-    found = link if rate is None else replace(link, rate=bytes_per_second(rate))
-    return found if latency is None else replace(found, latency=seconds(latency))
+def _link(where: str, link: Link, rate: str | None, latency: str | None) -> Link:
+    found = link if rate is None else replace(link, rate=bytes_per_second(f"--rate-{where}", rate))
+    return found if latency is None else replace(found, latency=seconds(f"--latency-{where}", latency))
 
 
 def _summary(points: list[Simulation], fleet: Machine, wires: Wires, scaling: str | None) -> dict[str, Any]:
