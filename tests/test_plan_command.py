@@ -23,6 +23,7 @@ from zerofold.plan.formulas import Formulas
 from zerofold.plan.held import ranks_of
 from zerofold.plan.machine import GIB
 from zerofold.plan.memory import LINES, memory
+from zerofold.plan.named import named_costs, nearest_named
 from zerofold.plan.page import PEAK
 from zerofold.plan.predict import predict
 from zerofold.plan.presets import preset, preset_names
@@ -415,3 +416,16 @@ def test_what_a_users_function_does_wrong_is_one_line(
     assert result.stderr.startswith("error: --function broken_model:build")
     assert said in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_ds_config_of_gradients_on_disk_or_in_a_block_says_that_they_are_not() -> None:
+    """DeepSpeed's format has no place for either: read back, such gradients are on the host, or lie where they come."""
+    found = zf.plan(params=1e9, world_size=4, disk=10**13, contiguous_gradients=True)
+    (on_disk,) = [each for each in found.offloaded if each.point.tiers.gradients is Tier.NVME]
+    named = nearest_named(found.model, found.machine, on_disk)
+    assert named.point.tiers == Tiers(Tier.NVME, Tier.HOST, Tier.NVME)
+    assert not named.point.contiguous_gradients
+    assert "no gradients on disk and no block of gradients; the nearest is" in named_costs(on_disk, named)
+    plain = predict(found.model, found.machine, named.point)
+    assert nearest_named(found.model, found.machine, plain) is plain
+    assert named_costs(plain, plain) == ""
