@@ -271,6 +271,12 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, option: str) -> None:
     assert sorted(tmp_path.iterdir()) == [link, page]
 
 
+def test_a_model_of_no_blocks_is_planned(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "gpt2", "n_layer": 0, "n_embd": 64, "n_head": 2, "vocab_size": 64}')
+    assert planned("--model", str(file))["recommended"]["fits"]
+
+
 def test_a_config_that_cannot_be_used(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     for text, hint in (
@@ -279,6 +285,8 @@ def test_a_config_that_cannot_be_used(tmp_path: Path) -> None:
         ("[]", "config.json is no config.json: it has a list"),
         ('{"model_type": "gpt2", "n_head": 7, "n_embd": 768}', "config.json: `embed_dim` must be divisible"),
         ('{"model_type": "nobody"}', "cannot be built"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "model_type 'llama' cannot be built"),
+        ('{"model_type": "cohere2", "num_hidden_layers": 2, "layer_types": ["full_attention"]}', "must be equal to"),
         ('{"model_type": "whisper"}', "--function module:function"),
     ):
         file.write_text(text)
@@ -402,6 +410,11 @@ def test_a_global_batch_is_divided_as_is_fastest() -> None:
         ("def build(): return nn.Linear(2, 2), lambda batch: batch[0]", "the example raised TypeError"),
         ("def build(): return nn.Linear(2, 2), torch.zeros(2)", "the example is a Tensor; return the model, or the"),
         ("def build(): return 3", "returned a int; return the model, or the model and its example"),
+        (
+            "def build(): return nn.Linear(2, 2), lambda batch: {'input': torch.zeros(batch, 2)}",
+            "no repeated blocks were found in this model, so none is computed again in backward; give "
+            "--checkpoint-every 0",
+        ),
         ("raise RuntimeError('no')", "importing it raised RuntimeError: no (broken_model.py, line 2)"),
     ],
 )
