@@ -90,7 +90,7 @@ def build_hugging_face(where: str | Path, seq: int | None = None) -> Traced:
     try:
         return build(config, seq)
     except Exception as error:  # numbers that no model can have
-        raise ValueError(f"--model {file}: {_in_a_line(error)}") from error
+        raise ValueError(f"--model {file}: {in_a_line(error)}") from error
 
 
 def read_config(file: Path) -> Any:
@@ -112,7 +112,7 @@ def read_config(file: Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
     except Exception as error:  # its keys are checked by many hands: by classes, validators, the hub's own errors
-        raise ValueError(f"--model {file}: model_type {model_type!r} cannot be built: {_in_a_line(error)}") from None
+        raise ValueError(f"--model {file}: model_type {model_type!r} cannot be built: {in_a_line(error)}") from None
 
 
 def build(config: Any, seq: int | None = None) -> Traced:
@@ -215,17 +215,17 @@ def _shape(built: Traced, name: str, source: str, precision: str, checkpoint_eve
             option = "--function" if source == "function" else "--model"
             raise ValueError(f"{option} {name}: {_NO_CHECKPOINTS[str(error)]}") from error
         raise ValueError(
-            f"{name} cannot be traced on the meta device: {type(error).__name__}: {_in_a_line(error)}; give its inputs "
+            f"{name} cannot be traced on the meta device: {type(error).__name__}: {in_a_line(error)}; give its inputs "
             "with --function module:function, or its size with --params"
         ) from error
     return replace(found, source=source, tokens=built.tokens)
 
 
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
     """
-    >>> _in_a_line(ValueError("no such key: x\\nhints follow")), _in_a_line(ValueError("by a validator:\\n  2 is odd"))
+    >>> in_a_line(ValueError("no such key: x\\nhints follow")), in_a_line(ValueError("by a validator:\\n  2 is odd"))
     ('no such key: x', 'by a validator: 2 is odd')
-    >>> _in_a_line(AssertionError())
+    >>> in_a_line(AssertionError())
     'AssertionError'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

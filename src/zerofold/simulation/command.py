@@ -16,6 +16,7 @@ from rich.table import Table
 from zerofold.bench.gpt import GPTSize
 from zerofold.plan.machine import Link, Machine
 from zerofold.plan.presets import preset
+from zerofold.plan.shape import in_short
 from zerofold.plan.wires import Wires
 from zerofold.simulation.curves import SCALINGS, check_plot, curve, efficiency, plot
 from zerofold.simulation.engines import ENGINES, Training
@@ -182,7 +183,7 @@ def _same(points: list[Simulation], point: Simulation) -> list[Simulation]:
 
 def _print(console: Console, points: list[Simulation]) -> None:
     first = points[0]
-    title = f"{first.model}, {first.parameters / 1e9:.4g}e9 parameters, stage {first.stage}, rank 0, simulated"
+    title = f"{first.model}, {in_short(first.parameters, 4)} parameters, stage {first.stage}, rank 0, simulated"
     title += f" ({first.clock} clock)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("\nengine", no_wrap=True)
