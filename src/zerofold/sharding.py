@@ -97,6 +97,7 @@ def offloading_of(
     trains = any(entry.parameter.requires_grad for entry in entries)
     agree(control, lambda: check_row(wish, plan.row, trains=trains))
     world = len(ranks_along(mesh, plan.row.optimizer.axes or AXES))
+    copies = 0 if plan.row.copy is None else len(ranks_along(mesh, plan.row.copy.axes))
     gathered = live_bound(plan.assigned, plan.row, world, live_bytes)
     adds_up = accumulate > 1 or wish.sums
     return make_offloading(
@@ -107,6 +108,7 @@ def offloading_of(
         policy,
         control,
         world=world,
+        copies=copies if copies < world else 0,  # one over all ranks would be a second shard
         adds_up=adds_up,
         live_bytes=gathered,
     )

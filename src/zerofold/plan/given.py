@@ -108,10 +108,9 @@ def model_of(
         if value
     ]
     if len(given) != 1:
-        which = f"both {' and '.join(given)}" if given else "nothing"
+        which = f"{' and '.join(given)} are" if given else "nothing is"
         raise ValueError(
-            f"a model is given by one of model=, params=, layers= with hidden= and heads=, or function=; {which} is "
-            "given"
+            f"a model is given by one of model=, params=, layers= with hidden= and heads=, or function=; {which} given"
         )
     if vocab is not None and (model is not None or function is not None):
         where = "model=" if model is not None else "function="
