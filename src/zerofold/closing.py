@@ -63,7 +63,7 @@ def end(engine: Engine, *, gather: bool = True) -> None:
         destroy(engine.groups.mesh, [engine.saving_group], engine.groups.blocks)
     engine.end_groups()
     # They lead back here, and to themselves: all of this would wait for the garbage collector, with the model's memory.
-    vars(engine.hooks).clear()
+    engine.hooks.let_go()
     engine.averages, engine.after_step = [], []
     for slab in engine.slabs():
         slab.update = None

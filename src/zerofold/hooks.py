@@ -38,6 +38,8 @@ from zerofold.unit import Unit
 class Hooks:
     """Installed on every unit of one model; `remove` takes everything off again."""
 
+    _is_closed = False
+
     def __init__(
         self,
         schedule: Schedule,
@@ -79,6 +81,11 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def let_go(self) -> None:
+        """Of the model. Graphs of earlier forwards may still be held, and lead here."""
+        vars(self).clear()
+        self._is_closed = True
 
     def _install(self, unit: Unit) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -288,6 +295,11 @@ class Hooks:
             self.reductions.ended(call.unit)
 
     def _enter_backward(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(
+                "backward of a forward from before the model was closed: its gradients would belong to nobody; call "
+                "backward before zf.close, or run the forward again"
+            )
         if not self._callback_queued:
             self.before_backward()
             self._callback_queued = True
