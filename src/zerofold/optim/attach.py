@@ -182,7 +182,7 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
 
     hooks = [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
     # A state dict from elsewhere has whole tensors; each rank keeps its range of them.
-    optimizer.register_load_state_dict_post_hook(_recut)
+    optimizer.register_load_state_dict_post_hook(recut)
     engine.on_close.append(partial(_end, optimizer, hooks))
 
 
@@ -227,7 +227,8 @@ def put_onto_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         _keep_many_tensor_kernels(group)
 
 
-def _recut(optimizer: torch.optim.Optimizer) -> None:
+def recut(optimizer: torch.optim.Optimizer) -> None:
+    """Of states that are whole, as a state dict from elsewhere has them, this rank's pieces."""
     scalars = scalar_states(optimizer)
     for parameter, state in optimizer.state.items():
         state.update(_cut_state(state, parameter, scalars))
