@@ -11,9 +11,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofold.agree import agree, check_same_on_all_ranks, fingerprint
+from zerofold.arguments import check_flags
 from zerofold.checkpoint.saving import finish_saving
 from zerofold.checkpoint.sources import known_in_files, names_elsewhere
-from zerofold.checks import check_axes, check_kinds, check_numbers, check_ready, check_stages
+from zerofold.checks import (
+    check_axes,
+    check_kinds,
+    check_numbers,
+    check_ready,
+    check_stages,
+    check_wrappers,
+)
 from zerofold.closing import end
 from zerofold.configured import Config, configured, scheduler_of, shard_arguments
 from zerofold.dealing import Cost
@@ -181,11 +189,13 @@ def shard(
     """
     module = _placed(model)
     check_ready(module)
+    check_wrappers(module)
     check_axes(module, mesh)
     if isinstance(mesh, Mesh):
         _spread(module, mesh)
     spread, mesh = (mesh, mesh.zero) if isinstance(mesh, Mesh) else (None, mesh)
     check_kinds(mesh, cost=cost, init=init)
+    check_flags(overlap=overlap, contiguous_gradients=contiguous_gradients)
     blocks = None if spread is None else spread.all_zero
     control = make_control(mesh, overlap=overlap, blocks=blocks)
     model_group = None if spread is None else make_model_group(spread.groups(PIPELINE, TENSOR), control)
@@ -292,6 +302,7 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
     'Parameter'
     """
     engine = Engine.of(model)
+    check_flags(gather=gather)
     try:
         finish_saving(engine)
     finally:

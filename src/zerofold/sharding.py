@@ -59,6 +59,11 @@ def choose_sharding(
         raise ValueError("an earlier attempt to shard this model failed half way, so it cannot be used: build it again")
     if Engine.is_on(model):
         raise ValueError("this model is already sharded; call zf.close(model) first to shard it another way")
+    if any(Engine.of_parameter(parameter) is not None for parameter in model.parameters()):
+        raise ValueError(
+            f"this {type(model).__name__} holds parameters of a model that is sharded already: a parameter belongs to "
+            "one sharded model, so shard the module that holds both, or call zf.close on the other first"
+        )
     found = device_of(model, mesh, device)
     modules = find_units(model, units)
     assigned = assign(model, modules)
