@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ranks import raised
 from torch import Tensor, nn
 
@@ -141,6 +142,19 @@ def test_the_same_bits_wherever_the_states_are(
     few: bool,
 ) -> None:
     assert ranks(world, places_that_differ, str(tmp_path), stages, precisions, backwards, few) == [[]] * world
+
+
+def folder_of_each_rank(folder: str) -> bool:
+    own = Path(folder) / f"disk{dist.get_rank()}"
+    own.mkdir()
+    model, _ = prepared({"optimizer": "nvme", "path": str(own)})
+    has_file = any(own.iterdir())
+    zf.close(model)
+    return has_file
+
+
+def test_each_machine_may_have_a_folder_of_its_own(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, folder_of_each_rank, str(tmp_path)) == [True, True]
 
 
 def test_a_root_without_parameters_of_its_own(ranks: Any) -> None:

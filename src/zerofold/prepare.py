@@ -31,7 +31,7 @@ from zerofold.materialise import Init
 from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
 from zerofold.offload.wishes import OffloadChoice, read_offload
-from zerofold.optim.attach import attach_optimizer, check_optimizers
+from zerofold.optim.attach import attach_optimizer, check_optimizers, told_of_steps
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
 from zerofold.parallel.marks import HoldsStages, is_cut_into_stages
@@ -209,10 +209,14 @@ def shard(
             given, elsewhere = load, names_elsewhere(model_group, known_in_files(module))
             has_init, warns = init is not None, control.rank == 0
             agree(job, lambda: find_values(module, plan, given, elsewhere, has_init=has_init, warns=warns))
-        numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
-        numbers += f", check_replicas={check_replicas}, {wish}"
-        settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}, {policy.summary}"
-        agree(job, lambda: check_same_on_all_ranks(control, fingerprint(plan.assigned, settings)))
+        settings = (
+            *(f"stage={plan.row.name}", f"cut={plan.row.cut.value}", f"overlap={overlap}", f"live_bytes={live_bytes}"),
+            *(f"buffer_bytes={buffer_bytes}", f"accumulate={accumulate}", f"check_replicas={check_replicas}"),
+            # Each machine may have its own folder for files.
+            f"offload={wish if wish is None or wish.path is None else replace(wish, path='a folder')}",
+            policy.summary,
+        )
+        agree(job, lambda: check_same_on_all_ranks(control, fingerprint(plan.assigned, *settings)))
         offloading = None if wish is None else offloading_of(plan, wish, policy, control, mesh, live_bytes, accumulate)
     except Exception:
         destroy(mesh, {control.group, job.group, *([] if model_group is None else [model_group.group])}, blocks)
@@ -282,6 +286,8 @@ def attach(
     options = StepOptions(clip, clip_value, one_pass, scheduler)
     agree(engine.groups.job, lambda: check_stages(model, everyone))
     agree(engine.groups.job, lambda: check_optimizers(engine, everyone, options))
+    told = told_of_steps(everyone, options)
+    agree(engine.groups.job, lambda: check_same_on_all_ranks(engine.groups.control, told))
     for each in everyone:
         attach_optimizer(engine, each, options if each is everyone[-1] else replace(options, scheduler=None))
     return optimizer

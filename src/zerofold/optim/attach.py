@@ -43,6 +43,17 @@ def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], op
         )
 
 
+def told_of_steps(optimizers: list[torch.optim.Optimizer], options: StepOptions) -> list[str]:
+    """What ranks must have alike, for each updates its part of the model: a learning rate that a rank made of its own
+    share of the data would train every part in another way."""
+    lines = [f"clip={options.clip}", f"clip_value={options.clip_value}", f"one_pass={options.one_pass}"]
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            lines.append(f"{type(optimizer).__name__}, group {number}, {len(group['params'])} parameters")
+            lines += [f"{key}={value}" for key, value in group.items() if isinstance(value, (int, float))]
+    return lines
+
+
 def _check_options(options: StepOptions, optimizers: list[torch.optim.Optimizer]) -> None:
     if options.one_pass not in (None, True, False):
         raise TypeError(f"one_pass={options.one_pass!r} must be True, False, or None to choose by itself")
