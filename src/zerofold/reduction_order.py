@@ -105,6 +105,7 @@ class ReductionOrder:
             return
         self._has_partial = True
         for slab in self._order:
+            slab.gradients.forget_cleared()
             slab.gradients.keep_partial()
 
     def abandon_backward(self) -> None:
