@@ -346,6 +346,26 @@ def test_no_step_takes_a_gradient_that_is_used_up(
         assert "clear it with zero_grad() after" in error
 
 
+def loaded_from_a_state_dict(stage: Any) -> list[bool]:
+    found = []
+    for place in (None, PLACES["optimizer"], PLACES["half"]):
+        model, optimizer = prepared(place, stage=stage)
+        before = {name: zf.full(value) for name, value in model.state_dict().items()}
+        train(model, optimizer, 1)
+        model.load_state_dict(before)
+        train(model, optimizer, 1, first=1)
+        found.append([zf.full(p) for p in model.parameters()])
+        zf.close(model)
+    return [all(map(torch.allclose, each, found[0])) for each in found]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_whole_parameters_that_are_copies_of_the_hosts_load_as_others_do(
+    ranks: Callable[..., list[Any]], stage: int
+) -> None:
+    assert ranks(2, loaded_from_a_state_dict, stage) == [[True] * 3] * 2
+
+
 def unfrozen_later(folder: str) -> list[bool]:
     found = []
     for place in (None, PLACES["file"] | {"path": folder}, PLACES["all in the file"] | {"path": folder}):

@@ -152,6 +152,44 @@ def test_a_cleared_gradient_does_not_come_back(ranks: Any, stage: int, how: str,
     assert max(ranks(2, gradient_after_clearing, stage, how, under_no_sync)) <= 1e-7
 
 
+class LeavesOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        for layer in self.layers[:count]:
+            x = layer(x)
+        return x
+
+
+def gradients_of_a_layer_left_out(stage: int, how: str, twice: bool) -> list[float | None]:
+    """What a backward under no_sync left of it was cleared, and the next one, or two, do not come to it."""
+    model = LeavesOut()
+    model, optimizer = zf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    with zf.no_sync(model):
+        model(torch.ones(2, 8), 2).sum().backward()
+    clear(how, model, optimizer)
+    if twice:
+        with zf.no_sync(model):
+            model(torch.ones(2, 8), 1).sum().backward()
+    model(torch.ones(2, 8), 1).sum().backward()
+    found = [zf.full_grad(face) for face in optimizer.param_groups[0]["params"][2:]]
+    optimizer.step()
+    zf.close(model)
+    return [None if gradient is None else gradient.abs().max().item() for gradient in found]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("how", CLEARINGS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_cleared_gradient_does_not_come_back_where_backward_does_not_come(
+    ranks: Any, stage: int, how: str, twice: bool
+) -> None:
+    expected = 0.0 if "zeros" in how else None
+    assert ranks(2, gradients_of_a_layer_left_out, stage, how, twice) == [[expected] * 2] * 2
+
+
 def accumulate_without_no_sync(stage: int, counts: list[int], accumulate: int) -> tuple[float, list[float]]:
     """Difference from DDP, and how often all gradients were sent in each step."""
     data, world = list(batches(sum(counts))), dist.get_world_size()

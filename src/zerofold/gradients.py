@@ -208,9 +208,6 @@ class FaceGradients:
             self._notice_clearing(index)
 
     def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None:
-        for index in range(len(self.parameters)):
-            if index not in self.arrived_since_reduce:  # the others were looked at when they arrived
-                self._notice_clearing(index)
         self.arrived_since_reduce.clear()
         self._awaits_across = not across and reducer.across is not None
         local, self._local = self._local, [None] * len(self.parameters)
@@ -282,7 +279,7 @@ class FaceGradients:
         shown, on_parameter = self.faces[index].grad, self.parameters[index].grad
         if isinstance(shown, ShardedTensor) and shown.was_zeroed:
             # Cleared, but wanted as zeros: the piece stays, what was not yet reduced goes.
-            shown.was_zeroed = False
+            shown.was_zeroed = shown.is_unreduced = False
             self._local[index] = None
             self.arrived_since_reduce.discard(index)
         if shown is None or (on_parameter is None and index not in self._taken):

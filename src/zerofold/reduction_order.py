@@ -105,6 +105,7 @@ class ReductionOrder:
             return
         self._has_partial = True
         for slab in self._order:
+            slab.gradients.forget_cleared()
             slab.gradients.keep_partial()
 
     def abandon_backward(self) -> None:
@@ -192,6 +193,7 @@ class ReductionOrder:
         self._had_gradient.clear()
 
     def _launch(self, slab: Slab) -> None:
+        slab.gradients.forget_cleared()  # also what an earlier backward left here, and this one does not add to
         had = slab.gradients.arrived_since_reduce | slab.gradients.awaiting_across()
         self._had_gradient.setdefault(slab, set()).update(had)
         slab.gradients.launch(self.reducer, slab.unit, across=self._across and self.reducer.across is not None)

@@ -48,9 +48,10 @@ class StateDicts:
     def _shows_whole(self) -> bool:
         return self._engine.schedule.holders > 0
 
-    def _faces(self) -> Iterator[tuple[Slab, Entry, ShardedParameter]]:
+    def _faces(self, *, away: bool = False) -> Iterator[tuple[Slab, Entry, ShardedParameter]]:
+        """`away`: also of whole parameters of one dtype, which are copies of what is off the device."""
         for slab in self._engine.slabs():
-            if self._engine.row.parameters.is_cut or slab.dtypes.has_master:
+            if self._engine.row.parameters.is_cut or slab.dtypes.has_master or (away and slab.is_away):
                 for entry, face in zip(slab.entries, slab.faces, strict=True):
                     if isinstance(face, ShardedParameter):
                         yield slab, entry, face
@@ -95,7 +96,7 @@ class StateDicts:
         self._engine.settle()
         changed: set[Slab] = set()
         with torch.no_grad():
-            for slab, entry, face in self._faces():
+            for slab, entry, face in self._faces(away=True):
                 found = [name for name in names[id(entry)] if name in state]
                 # What has another shape is left to torch, which reports it.
                 fitting = [name for name in found if getattr(state[name], "shape", None) == face.shape]
