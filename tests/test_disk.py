@@ -212,6 +212,20 @@ def test_room_is_taken_given_back_and_told_in_the_manifest(tmp_path: Path) -> No
         store.read(large.offset, pages(PAGE))
 
 
+def test_a_disk_that_others_have_filled_costs_the_manifest_alone(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    extent, data, read = store.take(8 * KB, "states"), pages(8 * KB), pages(8 * KB)
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match=r"manifest .* cannot be written .* states are not concerned"):
+        store.write(extent.offset, data).wait()
+    store.read(extent.offset, read).wait()
+    assert torch.equal(data, read)
+
+
 def test_a_file_grows_under_tensors_and_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -15,6 +15,7 @@ import errno
 import mmap
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
@@ -228,12 +229,16 @@ class DiskStore:
     def _write_manifest(self) -> None:
         """At the first request after the layout changed: models take hundreds of extents one after the other."""
         with self._lock:
-            if self._manifest_is_old:
+            if not self._manifest_is_old:
+                return
+            self._manifest_is_old = False
+            try:
                 self._file.write_manifest(
                     {"label": label, "offset": extent.offset, "bytes": extent.nbytes}
                     for extent, label in self._space.taken
                 )
-                self._manifest_is_old = False
+            except DiskError as error:  # others have filled the disk since; states have their room from the start
+                warnings.warn(f"{error}; states are not concerned", stacklevel=4)
 
 
 def _pieces(extent: Extent) -> Iterator[tuple[int, int]]:
