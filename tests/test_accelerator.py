@@ -478,3 +478,54 @@ def test_misuse_is_told(ranks: Any, case: str, words: str) -> None:
     for error in ranks(2, raised, misuse, case):
         assert words in error
         assert "\n" not in error
+
+
+def stopping_and_sharing() -> dict[str, Any]:
+    accelerator = zf.Accelerator(cpu=True)
+    asked = [accelerator.check_trigger()]
+    if accelerator.process_index == 1:
+        accelerator.set_trigger()
+    asked += [accelerator.check_trigger(), accelerator.check_trigger()]
+    shares = []
+    for inputs in (["a", "b", "c"], torch.arange(4), {"x": (1, 2), "y": [3, 4]}, ["only"]):
+        for padded in (False, True):
+            with accelerator.split_between_processes(inputs, apply_padding=padded) as share:
+                shares.append(share.tolist() if isinstance(share, torch.Tensor) else share)
+    return {"asked": asked, "shares": shares, "type": accelerator.distributed_type}
+
+
+def test_one_rank_stops_all_and_inputs_are_shared(ranks: Any) -> None:
+    first, second, third = ranks(3, stopping_and_sharing)
+    assert [found["asked"] for found in (first, second, third)] == [[False, True, False]] * 3
+    assert first["type"] == "MULTI_CPU"
+    assert [found["shares"][0] for found in (first, second, third)] == [["a"], ["b"], ["c"]]
+    assert [found["shares"][2] for found in (first, second, third)] == [[0, 1], [2], [3]]
+    assert [found["shares"][3] for found in (first, second, third)] == [[0, 1], [2, 2], [3, 3]]
+    assert [found["shares"][4] for found in (first, second)] == [{"x": (1,), "y": [3]}, {"x": (2,), "y": [4]}]
+    assert third["shares"][6] == ["only"]
+
+
+def of_accelerate(case: str) -> None:
+    if case == "option":
+        zf.Accelerator(cpu=True, log_with="tensorboard")
+    accelerator = zf.Accelerator(cpu=True, log_with=None)
+    if case == "method":
+        accelerator.profile()
+    elif case == "loader":
+        accelerator.skip_first_batches([1, 2], 1)  # type: ignore[arg-type]
+    elif case == "sharing":
+        accelerator.split_between_processes(3).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("option", "zf.Accelerator has no log_with=: make trackers of your own"),
+        ("method", "zf.Accelerator has no 'profile'; what Accelerate has beyond"),
+        ("loader", "a list was given; give the loader that prepare returned"),
+        ("sharing", "a int was given; give a list"),
+    ],
+)
+def test_what_is_accelerates_alone_is_told(ranks: Any, case: str, words: str) -> None:
+    (said,) = ranks(1, raised, of_accelerate, case)
+    assert words in said

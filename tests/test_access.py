@@ -171,31 +171,6 @@ def step_after_close(stage: int) -> str:
     return "stepped"
 
 
-def gradients_after_close(stage: int) -> tuple[list[bool], str]:
-    """Of a graph that was made before; and what a second backward through one says."""
-    model, _ = prepared(stage)
-    (batch,) = batches(1)
-    model(*batch).backward()
-    before = [zf.full_grad(p) for p in model.parameters()]
-    model.zero_grad()
-    late = model(*batch)
-    zf.close(model)
-    late.backward()
-    equal = [torch.equal(p.grad, gradient) for p, gradient in zip(model.parameters(), before, strict=True)]
-    zf.prepare(model, torch.optim.AdamW(model.parameters()), stage=stage)
-    again = model(*batch)
-    again.backward(retain_graph=True)
-    zf.close(model)
-    return equal, raised(again.backward)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_graph_from_before_the_model_was_closed_runs_backward(ranks: Any, stage: int) -> None:
-    ((equal, again),) = ranks(1, gradients_after_close, stage)
-    assert all(equal)
-    assert "a second backward through a graph" in again
-
-
 def trained_again(stage: int) -> int:
     """With the optimizer of a closed model, where its parameters never left it; how many hooks that leaves on it."""
     model, optimizer = prepared(0)

@@ -457,6 +457,14 @@ def test_features_that_are_switched_off_are_no_matter() -> None:
     assert "auto" not in list(_values(resolved({**BASE, **off}).resolved))
 
 
+def test_sizes_that_trl_writes_beside_their_section() -> None:
+    given = {"train_batch_size": 4, "zero_optimization": {"stage": 3}, "zero_optimization.reduce_bucket_size": 64}
+    settings = resolved(given)
+    assert any("as with DeepSpeed" in note.text for note in settings.notes)
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage"):
+        resolved({"train_batch_size": 4, "zero_optimization.stage": 3})
+
+
 def test_what_is_off_what_is_absent_and_what_accelerate_writes() -> None:
     settings = resolved({"gradient_clipping": 0.0, "steps_per_print": math.inf, "scheduler": None})
     assert (settings.clip, settings.steps_per_print, settings.scheduler) == (None, None, None)

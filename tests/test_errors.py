@@ -47,6 +47,10 @@ def prepare_badly(case: str) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
     elif case == "different settings":
         settings["stage"] = 2 + rank
+    elif case == "different clip":
+        settings["clip"] = 1.0 + rank
+    elif case == "different rates":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / (1 + rank))
     elif case == "clip":
         settings["clip"] = -1.0
     elif case == "cut":
@@ -142,7 +146,9 @@ CASES = {
     "foreign": ("of shape (3, 5) is not one of the model's", "build the optimizer from this model's parameters"),
     "twice": ("already sharded", "zf.close(model)"),
     "different models": ("different models", "build the same model"),
-    "different settings": ("stage=2", "stage=3"),
+    "different settings": ("rank 0 has 'stage=2' where rank 1 has 'stage=3'",),
+    "different clip": ("rank 0 has 'clip=1.0' where rank 1 has 'clip=2.0'",),
+    "different rates": ("rank 0 has 'lr=0.1' where rank 1 has 'lr=0.05'",),
     "clip": ("clip=-1.0 must be a positive norm", "leave it out"),
     "cut": ("cut='diagonal'", "use cut='even' or cut='whole'"),
     "unit class": ("no module of the model is of that class", "Block"),

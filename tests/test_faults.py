@@ -262,6 +262,19 @@ def test_who_waits_for_whom() -> None:
     assert find_deadlock(by_rank(sent, other)) is None
 
 
+def test_one_that_sends_waits_for_those_that_receive() -> None:
+    lines = {"gather": Line([0, 1, 2], 1, {1: Seen("broadcast", "a", 8, 0)}), "reduce": Line([0, 1, 2], 0, {})}
+    sends = Account(0, lines, idle=0.0, blocked=("gather", 1))
+    lines = {"gather": Line([0, 1, 2], 0, {}), "reduce": Line([0, 1, 2], 1, {1: Seen("all_reduce", "norm", 8)})}
+    first, second = (Account(rank, lines, idle=0.0, blocked=("reduce", 1)) for rank in (1, 2))
+    slow = Account(2, {"gather": Line([0, 1, 2], 0, {}), "reduce": Line([0, 1, 2], 0, {})}, idle=9.0)
+    assert find_deadlock(by_rank(sends, first, slow)) is None  # when rank 2 has come, rank 0 may be through
+    assert find_deadlock(by_rank(sends)) is None  # all have come, and the call is under way
+    said = find_deadlock(by_rank(sends, first, second))
+    assert said is not None
+    assert "rank 0 waits in broadcast of 'a'" in said
+
+
 def test_a_rank_that_failed_before_is_not_taken_for_the_one_that_is_gone() -> None:
     failed = account(0, ["a"], failed="connection closed")
     assert "rank 2 does not answer" in (who_is_gone(by_rank(failed), [0, 2]) or "")

@@ -16,9 +16,11 @@ from tests.models import Block, TinyGPT, batches, largest_difference, make_model
 from tests.ranks import raised
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofold as zf
+import zerofold.fsdp as faces
 from zerofold.fsdp import (
     CPUOffloadPolicy,
     CustomPolicy,
@@ -537,3 +539,47 @@ def alone_in_bf16(strategy: ShardingStrategy) -> list[float]:
 def test_a_single_rank_trains_in_16_bits(ranks: Any, strategy: ShardingStrategy) -> None:
     (losses,) = ranks(1, alone_in_bf16, strategy)
     assert losses[-1] < losses[0] - 0.3
+
+
+def whole_states_of(script: Any, gets: Any) -> dict[str, Any]:
+    """What a script of FSDP2 saves as one file, and a further step after loading it into another model."""
+    model = make_model()
+    for block in model.blocks:
+        script(block)
+    script(model)
+    optimizer = adamw(model.parameters())
+    first, second = batches(2)
+    model(*first).backward()
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = gets.get_model_state_dict(model, options=options)
+    states = weights, gets.get_optimizer_state_dict(model, optimizer, options=options)
+    both = gets.get_state_dict(model, optimizer, options=options)
+    assert [list(state) for state in both] == [list(state) for state in states]
+    assert bool(states[0]) == (dist.get_rank() == 0)
+    again = TinyGPT()
+    for block in again.blocks:
+        script(block)
+    script(again)
+    optimizer = adamw(again.parameters())
+    loads = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(again, dict(states[0]), options=loads)  # which puts others into what it is given
+    set_optimizer_state_dict(again, optimizer, states[1], options=loads)
+    again(*second).backward()
+    optimizer.step()
+    trained = {name: parameter.full_tensor().detach() for name, parameter in again.named_parameters()}
+    pickle.dumps(states)
+    return {"saved": states, "trained": trained}
+
+
+def whole_states() -> float:
+    theirs = whole_states_of(torch.distributed.fsdp.fully_shard, torch.distributed.checkpoint.state_dict)
+    found = whole_states_of(fully_shard, faces)
+    flat = [list(torch.utils._pytree.tree_leaves(held)) for held in (theirs, found)]
+    assert len(flat[0]) == len(flat[1])
+    tensors = [(a, b) for a, b in zip(*flat, strict=True) if isinstance(a, torch.Tensor)]
+    return max((a - b).abs().max().item() for a, b in tensors)
+
+
+def test_states_are_whole_on_rank_0_as_torchs_are(ranks: Any) -> None:
+    assert max(ranks(2, whole_states)) < 1e-6

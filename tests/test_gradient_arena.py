@@ -178,6 +178,23 @@ def test_sums_and_clearing_are_as_without(ranks: Any, world: int) -> None:
     assert ranks(world, several_alike) == [True] * world
 
 
+def accumulated(contiguous: bool) -> list[Any]:
+    """Micro-batches that zf.accumulate adds up before a rank alone takes the sum: in fp32, wherever that goes."""
+    model = zf.shard(make_model(layers=2), stage=2, precision="bf16", units=Block, contiguous_gradients=contiguous)
+    zf.accumulate(model, lambda model, batch: model(*batch), list(batches(3)))
+    found = [zf.full_grad(p) for p in model.parameters()]
+    zf.close(model)
+    return found
+
+
+def accumulated_alike() -> bool:
+    return all(map(torch.equal, accumulated(contiguous=False), accumulated(contiguous=True)))
+
+
+def test_sums_of_accumulate_are_as_without(ranks: Any) -> None:
+    assert ranks(1, accumulated_alike) == [True]
+
+
 def predicted_lines(folder: Path, stage: int, precision: str | None, accumulate: int) -> dict[str, Any]:
     """By name, what ledger.json has of the gradients: predicted and measured."""
     model, optimizer = prepared(stage, precision, accumulate, contiguous=True)

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "zerofold"
 
 # In dependency order: the first imports none of the others, each may import those before it.
 ROOMS = [
+    "arguments",
     "stamps",
     "ends",
     "timing",

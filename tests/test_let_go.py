@@ -91,3 +91,27 @@ def left_behind_without_collector(case: str) -> list[str]:
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_closed_model_leaves_nothing_to_the_collector(ranks: Any, case: str, world: int) -> None:
     assert ranks(world, left_behind_without_collector, case) == [[]] * world
+
+
+def go_on_with_a_graph_of_a_closed_model() -> tuple[list[str], str]:
+    model = nn.Sequential(*(Block(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
+    model, _ = zf.prepare(model, torch.optim.AdamW(model.parameters()), units=Block, precision="bf16")
+    given = torch.ones(4, 32, requires_grad=True)
+    trained, untrained = model(given).square().mean(), model(given).sum()
+    trained.backward()
+    engine = Engine.of(model)
+    held = {"engine": engine, "slab": engine.slabs()[-1], "unit": engine.units[-1]}
+    found = {name: weakref.ref(each) for name, each in held.items()}
+    zf.close(model)
+    del engine, held
+    (given * 2).sum().backward()  # a graph beside it
+    with pytest.raises(RuntimeError) as raised:
+        untrained.backward()
+    return [name for name, each in found.items() if each() is not None], str(raised.value)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_graph_that_is_left_keeps_nothing_and_says_that_its_model_was_closed(ranks: Any, world: int) -> None:
+    for left, message in ranks(world, go_on_with_a_graph_of_a_closed_model):
+        assert left == []
+        assert "from before zf.close(model)" in message

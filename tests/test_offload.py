@@ -9,12 +9,14 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ranks import raised
 from torch import Tensor, nn
 
@@ -140,6 +142,19 @@ def test_the_same_bits_wherever_the_states_are(
     few: bool,
 ) -> None:
     assert ranks(world, places_that_differ, str(tmp_path), stages, precisions, backwards, few) == [[]] * world
+
+
+def folder_of_each_rank(folder: str) -> bool:
+    own = Path(folder) / f"disk{dist.get_rank()}"
+    own.mkdir()
+    model, _ = prepared({"optimizer": "nvme", "path": str(own)})
+    has_file = any(own.iterdir())
+    zf.close(model)
+    return has_file
+
+
+def test_each_machine_may_have_a_folder_of_its_own(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, folder_of_each_rank, str(tmp_path)) == [True, True]
 
 
 def test_a_root_without_parameters_of_its_own(ranks: Any) -> None:
@@ -314,6 +329,23 @@ def test_a_gradient_that_is_used_up_is_refused_on_every_rank(ranks: Callable[...
         assert all("read it before optimizer.step()" in error for error in errors)
 
 
+def second_step_without_a_backward(stage: Any, place: str) -> str:
+    model, optimizer = prepared(PLACES[place], stage=stage, precision="bf16")
+    (model(torch.ones(2, 16)).float() ** 2).mean().backward()
+    optimizer.step()
+    error = raised(optimizer.step)
+    zf.close(model)
+    return error
+
+
+@pytest.mark.parametrize(("world", "stage", "place"), [(1, 3, "all"), (2, "dp", "optimizer")])
+def test_no_step_takes_a_gradient_that_is_used_up(
+    ranks: Callable[..., list[Any]], world: int, stage: Any, place: str
+) -> None:
+    for error in ranks(world, second_step_without_a_backward, stage, place):
+        assert "clear it with zero_grad() after" in error
+
+
 def unfrozen_later(folder: str, width: int) -> list[bool]:
     """Of units that train nothing, or a part of what they have: then the file has to grow."""
     found = []
@@ -400,7 +432,8 @@ def test_a_failed_update_is_raised_and_the_model_can_be_let_go(
     assert stage == 3 or "went with its model" in gone
 
 
-def sums_of_three_backwards() -> list[bool]:
+def sums_of_three_backwards(quiet: bool) -> list[bool]:
+    """`quiet`: those after the first are inside no_sync."""
     found = []
     for place, stays in ((None, False), (PLACES["optimizer"], True), (PLACES["all"], False), (PLACES["all"], True)):
         model, _ = prepared(place, stage=3, precision="bf16")
@@ -408,15 +441,20 @@ def sums_of_three_backwards() -> list[bool]:
             assert isinstance(slab.gradients, AwayGradients)
             slab.gradients.staying = frozenset({0, 2})  # as a GPU with room for them has it
         for part in range(3):
-            (model(torch.full((2, 16), float(part))).float() ** 2).mean().backward()
+            with zf.no_sync(model) if quiet and part else nullcontext():
+                (model(torch.full((2, 16), float(part))).float() ** 2).mean().backward()
+        zf.clip_grad_norm_(model, 1e9)  # reduces what is left
         found.append([zf.full(p.grad) for p in model.parameters()])
         zf.close(model)
     return [all(map(torch.equal, each, found[0])) for each in found]
 
 
 @pytest.mark.filterwarnings("ignore:gradients of several micro-batches")
-def test_backwards_that_nobody_planned_add_up_wherever_gradients_wait(ranks: Callable[..., list[Any]]) -> None:
-    assert ranks(1, sums_of_three_backwards) == [[True] * 4]
+@pytest.mark.parametrize("quiet", [False, True])
+def test_backwards_that_nobody_planned_add_up_wherever_gradients_wait(
+    ranks: Callable[..., list[Any]], quiet: bool
+) -> None:
+    assert ranks(1, sums_of_three_backwards, quiet) == [[True] * 4]
 
 
 def optimizers_for_a_file(folder: str) -> tuple[str, int]:

@@ -23,6 +23,7 @@ from zerofold.plan.formulas import Formulas
 from zerofold.plan.held import ranks_of
 from zerofold.plan.machine import GIB
 from zerofold.plan.memory import LINES, memory
+from zerofold.plan.named import named_costs, nearest_named
 from zerofold.plan.page import PEAK
 from zerofold.plan.predict import predict
 from zerofold.plan.presets import preset, preset_names
@@ -218,7 +219,7 @@ def test_a_function_is_built_on_the_meta_device(tmp_path: Path, monkeypatch: pyt
     ("arguments", "hint"),
     [
         ([], "nothing is given"),
-        (["--params", "1e9", "--layers", "3"], "both --params and --layers"),
+        (["--params", "1e9", "--layers", "3"], "--params and --layers, --hidden, --heads are given"),
         (["--params", "1e16"], "from 1e3 to 1e+15"),
         (["--layers", "3", "--hidden", "64"], "add --heads"),
         (["--layers", "3", "--hidden", "64", "--heads", "5"], "does not divide into --heads 5"),
@@ -240,6 +241,10 @@ def test_a_function_is_built_on_the_meta_device(tmp_path: Path, monkeypatch: pyt
         (["--function", "no_colon"], "must be module:function"),
         (["--function", "no_such_module:build"], "No module named"),
         (["--function", "json:build"], "json has no function 'build'"),
+        (["--params", "1e9", "--vocab", "1000000000"], "give a smaller --vocab"),
+        (["--params", "1e9", "--preset", ""], "--preset '' is not known"),
+        (["--params", "1e9", "--chunks", "2"], "--chunks 2 is of a pipeline, and --pipeline 1"),
+        (["--params", "1e9", "--html", "."], "--html . is a folder: name a file in it"),
     ],
 )
 def test_misuse(arguments: list[str], hint: str) -> None:
@@ -250,6 +255,28 @@ def test_misuse(arguments: list[str], hint: str) -> None:
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("option", ["--html", "--config"])
+def test_a_file_that_cannot_be_written(tmp_path: Path, option: str) -> None:
+    """What is no file is written to, and not replaced by one; a link stays one."""
+    link, page = tmp_path / "link", tmp_path / "page"
+    link.symlink_to("/dev/full")
+    result = invoke(*GPT, option, str(link))
+    assert result.exit_code == 2, result.output
+    assert result.stderr == f"error: {option} {link} cannot be written (No space left on device): name another\n"
+    link.unlink()
+    link.symlink_to(page)
+    assert invoke(*GPT, option, str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert page.stat().st_size > 100
+    assert sorted(tmp_path.iterdir()) == [link, page]
+
+
+def test_a_model_of_no_blocks_is_planned(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "gpt2", "n_layer": 0, "n_embd": 64, "n_head": 2, "vocab_size": 64}')
+    assert planned("--model", str(file))["recommended"]["fits"]
+
+
 def test_a_config_that_cannot_be_used(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     for text, hint in (
@@ -258,6 +285,8 @@ def test_a_config_that_cannot_be_used(tmp_path: Path) -> None:
         ("[]", "config.json is no config.json: it has a list"),
         ('{"model_type": "gpt2", "n_head": 7, "n_embd": 768}', "config.json: `embed_dim` must be divisible"),
         ('{"model_type": "nobody"}', "cannot be built"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "model_type 'llama' cannot be built"),
+        ('{"model_type": "cohere2", "num_hidden_layers": 2, "layer_types": ["full_attention"]}', "must be equal to"),
         ('{"model_type": "whisper"}', "--function module:function"),
     ):
         file.write_text(text)
@@ -381,6 +410,11 @@ def test_a_global_batch_is_divided_as_is_fastest() -> None:
         ("def build(): return nn.Linear(2, 2), lambda batch: batch[0]", "the example raised TypeError"),
         ("def build(): return nn.Linear(2, 2), torch.zeros(2)", "the example is a Tensor; return the model, or the"),
         ("def build(): return 3", "returned a int; return the model, or the model and its example"),
+        (
+            "def build(): return nn.Linear(2, 2), lambda batch: {'input': torch.zeros(batch, 2)}",
+            "no repeated blocks were found in this model, so none is computed again in backward; give "
+            "--checkpoint-every 0",
+        ),
         ("raise RuntimeError('no')", "importing it raised RuntimeError: no (broken_model.py, line 2)"),
     ],
 )
@@ -395,3 +429,16 @@ def test_what_a_users_function_does_wrong_is_one_line(
     assert result.stderr.startswith("error: --function broken_model:build")
     assert said in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_ds_config_of_gradients_on_disk_or_in_a_block_says_that_they_are_not() -> None:
+    """DeepSpeed's format has no place for either: read back, such gradients are on the host, or lie where they come."""
+    found = zf.plan(params=1e9, world_size=4, disk=10**13, contiguous_gradients=True)
+    (on_disk,) = [each for each in found.offloaded if each.point.tiers.gradients is Tier.NVME]
+    named = nearest_named(found.model, found.machine, on_disk)
+    assert named.point.tiers == Tiers(Tier.NVME, Tier.HOST, Tier.NVME)
+    assert not named.point.contiguous_gradients
+    assert "no gradients on disk and no block of gradients; the nearest is" in named_costs(on_disk, named)
+    plain = predict(found.model, found.machine, named.point)
+    assert nearest_named(found.model, found.machine, plain) is plain
+    assert named_costs(plain, plain) == ""

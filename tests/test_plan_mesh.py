@@ -15,11 +15,14 @@ from tests.plan_models import H200, gpt
 from tests.test_plan_command import invoke
 
 import zerofold as zf
+from zerofold.engine import Engine
+from zerofold.parallel.marks import loss_ranks, sequence_ranks
 from zerofold.plan.memory import memory
 from zerofold.plan.pipelining import SCHEDULES, can_run, in_flight
 from zerofold.plan.point import Point
 from zerofold.plan.shape import ROOT, ModelShape, UnitShape
 from zerofold.plan.space import Space
+from zerofold.plan.text import config_lines
 from zerofold.plan.times import times
 from zerofold.plan.traffic import traffic
 
@@ -188,7 +191,8 @@ def test_the_command_shows_the_mesh_and_its_costs() -> None:
     text = " ".join(done.output.split())
     assert "8 devices: data 2, tensor 2, pipeline 2 (1f1b)" in text
     assert "a stage waits 20% of its time for others" in text
-    assert "zf.pipeline(model, mesh=zf.mesh(data=2, tensor=2, pipeline=2), microbatches=4, schedule='1f1b')" in text
+    assert "mesh = zf.mesh(data=2, tensor=2, pipeline=2)" in text
+    assert "zf.pipeline(model, mesh, microbatches=4, schedule='1f1b')" in text
     found = json.loads(invoke(*sizes, *degrees, "--json").output)
     assert found["mesh"]["bubble"] == pytest.approx(1 / 5)
     assert found["mesh"]["in_flight"] == 2
@@ -269,3 +273,37 @@ def test_a_number_of_parameters_alone_divides_by_any_tensor_degree(tensor: int) 
     assert "zf.checkpoint_blocks(model, every=1, keep='host', partition=mesh)" in found.text()
     section = {"partition_activations": True, "cpu_checkpointing": True}
     assert found.ds_config["activation_checkpointing"] == section
+
+
+def follow(lines: list[str]) -> tuple[int, int, str, bool]:
+    """What a plan tells a person to write, on these ranks: who shares norms and logits, the row, and checkpoints in
+    parts."""
+    model = make("gpt")
+    names: dict[str, Any] = {"zf": zf, "model": model, "optimizer": None}
+    for line in lines:
+        if line.startswith("zf.prepare"):
+            names["optimizer"] = optimizer(names.get("pipe", model).parameters())
+        exec(line.replace("zf.mesh(", "zf.mesh(device='cpu', "), names)
+    engine = Engine.of(model)
+    is_cut = engine.checkpoints is not None and engine.checkpoints.is_cut
+    found = sequence_ranks(model), loss_ranks(model), engine.row.name, is_cut
+    zf.close(model)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        ({"tensor": 2, "sequence_parallel": True, "loss_parallel": True}, (2, 2, False)),
+        ({"tensor": 2, "partition": True}, (1, 1, True)),
+        ({"tensor": 2, "pipeline": 2, "accumulate": 4, "sequence_parallel": True}, (2, 1, False)),
+    ],
+    ids=["sequence and loss", "partition", "with a pipeline"],
+)
+def test_the_lines_of_a_plan_do_what_it_says(ranks: Any, degrees: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    plan = zf.plan(layers=4, hidden=32, heads=2, vocab=64, seq=16, world_size=4, **degrees)
+    assert plan.recommended is not None
+    lines = [line for line in config_lines(plan, plan.recommended) if not line.startswith("ds_config.json")]
+    for *shared, row, is_cut in ranks(4, follow, lines):
+        assert (*shared, is_cut) == expected
+        assert row == plan.recommended.point.stage

@@ -21,6 +21,8 @@ from ranks import RankPool, raised
 from zerofold.config import FileMonitor
 from zerofold.observe.book import ending, mfu
 from zerofold.observe.monitors import CsvWriter, Event, PrometheusWriter
+from zerofold.observe.report import report_of
+from zerofold.observe.report_files import read_run
 from zerofold.observe.run_files import RunFiles
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Point
@@ -77,6 +79,17 @@ def test_what_waited_for_backward_off_the_device_is_in_the_books(ranks: RankPool
     found = read(tmp_path / "run")[1]["peak_kept_bytes"]
     assert found["host"] == kept["host"]
     assert min(kept["host"].values()) > 0
+
+
+def test_a_run_without_a_step_is_compared_with_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """Else its moments, which are not there yet, were less than planned, and a hint made something of it."""
+    ranks(1, own_loop, tmp_path / "none", 3, None, 0)
+    _, ledger, _ = read(tmp_path / "none")
+    assert ledger["predicted"]
+    assert {line["measured"] for line in ledger["predicted"]} == {None}
+    assert ledger["hints"] == []
+    report = report_of(read_run(tmp_path / "none"))
+    assert report["time"] is None
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, None), (2, None), (3, None), (3, {"optimizer": "host"})])

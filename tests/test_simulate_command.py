@@ -123,12 +123,32 @@ def test_wrong_input_is_one_line_and_exit_code_2(options: list[str], message: st
     assert message in line
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gpt2", "n_embd": -64}, "negative dimension"),
+        ({"model_type": "gpt2", "n_layer": "2"}, "model_type 'gpt2' cannot be built"),
+        ({"n_layer": 2}, "has no model_type"),
+    ],
+)
+def test_a_config_of_no_model_is_one_line(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    result = run("--model", str(file))
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: --model {file}")
+    assert message in line
+
+
 def test_quantities_as_people_write_them() -> None:
-    assert bytes_per_second("400Gb/s") == bytes_per_second("50 GB/s") == 50e9
-    assert seconds("1.5ms") == 1.5e-3
+    assert bytes_per_second("--rate", "400Gb/s") == bytes_per_second("--rate", "50 GB/s") == 50e9
+    assert seconds("--latency", "1.5ms") == 1.5e-3
+    with pytest.raises(ValueError, match="--rate-across 400 is 400 bytes a second.*write a unit"):
+        bytes_per_second("--rate-across", "400")
     for text in ("", "GB/s", "-1GB/s", "0GB/s", "1..2GB"):
-        with pytest.raises(ValueError, match="is no rate"):
-            bytes_per_second(text)
+        with pytest.raises(ValueError, match="^--rate-across .*is no rate"):
+            bytes_per_second("--rate-across", text)
 
 
 def test_a_curve_is_drawn(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import warnings
@@ -19,6 +20,7 @@ from zerofold.compat.estimate import estimate_zero2_model_states_mem_needs, esti
 from zerofold.compat.external import register_external_parameter, unregister_external_parameter
 from zerofold.compat.gathered import GatheredParameters
 from zerofold.compat.leaves import leaf_units, set_z3_leaf_modules
+from zerofold.compat.param_status import ZeroParamStatus
 from zerofold.compat.safe import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -324,6 +326,44 @@ def borrow(registers: bool) -> dict[str, Any]:
         found["unregistered"] = raised(sharded.forward, x)
     zf.close(sharded)
     return found
+
+
+class Fused(nn.Module):
+    """Computes its loss from the head's weight without calling the head, and asks whether it is there, as TRL does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = self.body(x), self.head.weight
+        is_away = getattr(weight, "ds_status", ZeroParamStatus.AVAILABLE) is not ZeroParamStatus.AVAILABLE
+        with GatheredParameters(weight, enabled=is_away):
+            return (x @ self.head.weight.T).square().mean()
+
+
+def asked_whether_it_is_there(stage: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 8), Fused()
+    plain = copy.deepcopy(model)
+    loss = plain(x)
+    loss.backward()
+    with contextlib.redirect_stdout(io.StringIO()):
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        engine, *_ = zf.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)
+    outside = getattr(model.head.weight, "ds_status", None)
+    engine.backward(engine(x))
+    difference = (zf.full_grad(model.head.weight) - plain.head.weight.grad).abs().max().item()
+    engine.destroy()
+    return {"outside": outside, "difference": difference, "after": hasattr(model.head.weight, "ds_status")}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_says_whether_it_is_there(ranks: Any, stage: int) -> None:
+    for found in ranks(2, asked_whether_it_is_there, stage):
+        assert found["outside"] is (ZeroParamStatus.NOT_AVAILABLE if stage == 3 else None)
+        assert found["difference"] < 1e-6
+        assert not found["after"]
 
 
 @pytest.mark.parametrize("registers", [False, True])

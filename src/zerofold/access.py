@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerofold.arguments import check_flags, check_number
 from zerofold.attachments import StepInfo
 from zerofold.engine import Engine
 from zerofold.observe.ledger import Ledger
@@ -30,6 +31,8 @@ def full(tensor: Tensor) -> Tensor:
     torch.Size([32, 64])
     >>> zf.close(model)
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"zf.full: a {type(tensor).__name__} was given; give one tensor, such as model.head.weight")
     held = getattr(tensor, "_master", tensor)
     return held.full_tensor() if isinstance(held, ShardedTensor) else tensor.detach().clone()
 
@@ -44,6 +47,10 @@ def full_grad(parameter: Tensor) -> Tensor | None:
     2048.0
     >>> zf.close(model)
     """
+    if not isinstance(parameter, Tensor):
+        raise TypeError(
+            f"zf.full_grad: a {type(parameter).__name__} was given; give one parameter, such as model.head.weight"
+        )
     return None if parameter.grad is None else full(parameter.grad)
 
 
@@ -66,8 +73,9 @@ def full_params(model: nn.Module, *, from_rank: int | None = None, masters: bool
     """
     engine = Engine.of(model)
     ranks = engine.groups.everyone.size
-    if from_rank is not None and not 0 <= from_rank < ranks:
-        raise ValueError(f"from_rank={from_rank} is no rank of this model; it has 0 to {ranks - 1}")
+    check_flags(masters=masters)
+    if from_rank is not None and (not isinstance(from_rank, int) or not 0 <= from_rank < ranks):
+        raise ValueError(f"from_rank={from_rank!r} is no rank of this model; it has 0 to {ranks - 1}")
     if from_rank is not None and not masters:
         raise ValueError("full_params: from_rank= is for changes, which masters=False does not take")
     engine.settle("parameters", "buffers")
@@ -176,6 +184,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     64.0
     >>> zf.close(model)
     """
+    check_number("max_norm", max_norm, "give the largest norm, float('inf') to measure it alone", positive=False)
+    check_number("norm_type", norm_type, "give 2.0, or float('inf') for the largest element")
     engine = Engine.of(model)
     engine.step.need("gradients")
     engine.end_step()
@@ -193,8 +203,7 @@ def clip_grad_value_(model: nn.Module, value: float) -> None:
     0.5
     >>> zf.close(model)
     """
-    if not value > 0:
-        raise ValueError(f"clip_grad_value_: value={value} must be positive")
+    check_number("value", value, "give the largest size that an element of a gradient may have")
     engine = Engine.of(model)
     engine.step.need("gradients")
     engine.end_step()

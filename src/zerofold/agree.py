@@ -23,9 +23,9 @@ def agree(control: Comm, make: Callable[[], T], *, unit: str = "set-up") -> T:
     return made
 
 
-def fingerprint(assigned: dict[str, list[Entry]], settings: str) -> list[str]:
-    """One line per parameter, equal on all ranks that hold the same model with the same settings."""
-    lines = [settings]
+def fingerprint(assigned: dict[str, list[Entry]], *settings: str) -> list[str]:
+    """A line for each setting and parameter, equal on all ranks that hold the same model with the same settings."""
+    lines = list(settings)
     for unit, entries in assigned.items():
         for entry in entries:
             p = entry.parameter

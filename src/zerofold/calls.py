@@ -20,7 +20,6 @@ class UnitCall:
     has_input_gradient: bool = False
     begun: bool = False
     ended: bool = False
-    has_run: bool = False  # a backward through it; a second one only where the graph is retained
 
     def might_get_gradients(self) -> bool:
         return self.has_input_gradient or bool(self.unit.trainable_slabs)

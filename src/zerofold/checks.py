@@ -62,6 +62,19 @@ def check_ready(model: nn.Module) -> None:
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
 
 
+def check_wrappers(model: nn.Module) -> None:
+    """Others that reduce gradients or cut parameters by themselves would do it beside zerofold."""
+    for name, module in model.named_modules():
+        # By name, since most programs have no need of torch's FSDP, which takes a second to import.
+        is_cut = any(base.__module__.startswith("torch.distributed.fsdp.") for base in type(module).__mro__)
+        if is_cut or isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            fix = "leave fully_shard or the wrapper out" if is_cut else "give what it wraps (its .module)"
+            raise ValueError(
+                f"{repr(name) if name else 'the model'} is a {type(module).__name__} of torch, which shares gradients "
+                f"among ranks by itself, as zerofold does: {fix}"
+            )
+
+
 def check_kinds(mesh: DeviceMesh | None, **functions: object) -> None:
     for name, function in functions.items():
         if function is not None and not callable(function):
@@ -108,6 +121,10 @@ def check_numbers(
 
 
 def device_of(model: nn.Module, mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch.device:
+    try:
+        kind_wanted = None if wanted is None else torch.device(wanted).type
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={wanted!r} is no device: give 'cuda', 'cpu' or a torch.device") from None
     devices = {p.device for p in model.parameters() if p.numel()}
     if not devices:
         raise ValueError(f"this {type(model).__name__} has no parameters, so there is nothing to shard")
@@ -117,7 +134,7 @@ def device_of(model: nn.Module, mesh: DeviceMesh | None, wanted: torch.device | 
         raise ValueError(f"the model's parameters are on {names}; move it to one device first")
     if real:
         (device,) = real
-        if wanted is not None and torch.device(wanted).type != device.type:
+        if kind_wanted is not None and kind_wanted != device.type:
             raise ValueError(
                 f"device={str(wanted)!r}, but the model is on {device}: move it there first, or leave device out"
             )

@@ -7,6 +7,7 @@ from torch import nn
 
 from zerofold.engine import ATTRIBUTE, Engine
 from zerofold.groups import destroy
+from zerofold.guard import guard
 from zerofold.part import group_of, set_part
 from zerofold.slab import Slab
 
@@ -29,9 +30,10 @@ def end(engine: Engine, *, gather: bool = True) -> None:
             if not unit.is_cut and unit.is_stale:
                 engine.schedule.make_current(unit)
     wants_values, gather = gather, gather and failure is None
-    engine.hooks.remove()
-    cut = engine.row.parameters.is_cut
-    away = [] if gather else [slab for slab in engine.slabs() if slab.has_own_shard and (cut or not slab.is_kept)]
+    engine.hooks.end()
+    # After a failure, what is kept is half of one step and half of another.
+    goes = engine.row.parameters.is_cut or failure is not None
+    away = [] if gather else [slab for slab in engine.slabs() if slab.has_own_shard and (goes or not slab.is_kept)]
     for slab in away:
         _leave_shapes(slab)
     for undo in engine.on_close:
@@ -42,8 +44,12 @@ def end(engine: Engine, *, gather: bool = True) -> None:
     for slab in engine.slabs():
         for parameter in slab.parameters:
             parameter.grad = None
-            for name in ("_master", "_arrive", "_plain_class", "_engine"):  # which would keep all of this alive
+            for name in ("_master", "_arrive", "_engine"):  # which would keep all of this alive
                 vars(parameter).pop(name, None)
+            if slab in away:  # not in the module any more, but somebody may hold it
+                guard(parameter, _refuse_gone)
+            else:
+                vars(parameter).pop("_plain_class", None)
             if not slab.dtypes.is_plain and slab not in away:
                 parameter.grad_dtype = parameter.dtype
     if engine.precision.is_mixed and gather:
@@ -62,8 +68,7 @@ def end(engine: Engine, *, gather: bool = True) -> None:
     if engine.saving_group is not None:
         destroy(engine.groups.mesh, [engine.saving_group], engine.groups.blocks)
     engine.end_groups()
-    # They lead back here, and to themselves: all of this would wait for the garbage collector, with the model's memory.
-    engine.hooks.let_go()
+    # They lead back here: all of this would wait for the garbage collector, with the model's memory.
     engine.averages, engine.after_step = [], []
     for slab in engine.slabs():
         slab.update = None
@@ -81,6 +86,13 @@ def _end_updates(engine: Engine) -> Exception | None:
             failure = error
         engine.updates = None  # with their memory on the device: somebody may hold the engine, an average for instance
     return failure
+
+
+def _refuse_gone() -> None:
+    raise RuntimeError(
+        "the data of this parameter went with its model, which was closed without gathering it or after a failure: "
+        "read it before zf.close(model), or load a checkpoint into a new model"
+    )
 
 
 def _leave_shapes(slab: Slab) -> None:

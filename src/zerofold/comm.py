@@ -307,7 +307,7 @@ class Comm:
         # A rank that has raised already closes its connections, which is how the others may hear of it.
         kind = DivergenceError if self.watcher is not None and self.watcher.has_diverged else CommError
         return kind(
-            f"rank {self.rank}: {call.operation} of unit '{call.unit}' failed, {why}; last calls here: "
+            f"rank {self.rank}: {call.operation} of unit '{call.unit or 'root'}' failed, {why}; last calls here: "
             f"{self.traffic.last()}. Cause: {error}"
         )
 

@@ -110,7 +110,7 @@ def find_deadlock(accounts: Accounts) -> str | None:
     waits = {rank: set(_awaited(account, accounts)) for rank, account in accounts.items() if account.blocked}
     caught = set(waits)
     while True:
-        free = {rank for rank in caught if not waits[rank] & caught}
+        free = {rank for rank in caught if _can_go_on(accounts[rank], waits[rank], caught)}
         if not free:
             break
         caught -= free
@@ -135,15 +135,32 @@ def find_deadlock(accounts: Accounts) -> str | None:
     )
 
 
+def _can_go_on(account: Account, awaited: set[int], caught: set[int]) -> bool:
+    """Whether somebody that is not caught in a ring can end the call that blocks this rank.
+
+    One that sends may wait for a slow receiver alone, whatever the others do: it is stuck when all of them are.
+    """
+    if _root(account) == account.rank:
+        return not awaited or not awaited <= caught
+    return not awaited & caught
+
+
+def _root(account: Account) -> int | None:
+    assert account.blocked is not None
+    key, position = account.blocked
+    call = account.groups[key].calls.get(position)
+    return None if call is None else call.root
+
+
 def _awaited(account: Account, accounts: Accounts) -> Iterable[int]:
     """Ranks without which the call that blocks this one cannot end."""
     assert account.blocked is not None
     key, position = account.blocked
-    line = account.groups[key]
-    root = line.calls[position].root if position in line.calls else None
+    line, root = account.groups[key], _root(account)
     for rank in set(line.ranks) - {account.rank}:
         other = accounts.get(rank)
-        if other is not None and key in other.groups and other.groups[key].count < position and root in (None, rank):
+        is_behind = other is not None and key in other.groups and other.groups[key].count < position
+        if is_behind and root in (None, rank, account.rank):
             yield rank
 
 

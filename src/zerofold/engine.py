@@ -112,7 +112,8 @@ class Engine:
         """Bytes of the block that gradients lie in, where there is one."""
         if contiguous_gradients:
             alone = groups.control.size == 1
-            has_sums = keeps_sums(row, Widths.of(precision), alone=alone, accumulate=accumulate)
+            widths = Widths.of(precision).beside(is_offloaded=self.is_offloaded)
+            has_sums = keeps_sums(row, widths, alone=alone, accumulate=accumulate)
             slabs = [slab for unit in self.units for slab in unit.slabs]
             self.gradient_arena = reserve_gradients(slabs, device, sums_of=accumulate if has_sums else 0)
         self.scaler = LossScaler(precision.scaling)

@@ -36,6 +36,7 @@ from torch.distributed.fsdp.wrap import (
 from zerofold.compat.fsdp_fully import FSDPModule, fully_shard, register_fsdp_forward_method
 from zerofold.compat.fsdp_module import FullyShardedDataParallel
 from zerofold.compat.fsdp_scaler import ShardedGradScaler
+from zerofold.compat.fsdp_whole import get_model_state_dict, get_optimizer_state_dict, get_state_dict
 
 __all__ = [
     "BackwardPrefetch",
@@ -63,6 +64,9 @@ __all__ = [
     "always_wrap_policy",
     "enable_wrap",
     "fully_shard",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
     "lambda_auto_wrap_policy",
     "register_fsdp_forward_method",
     "size_based_auto_wrap_policy",

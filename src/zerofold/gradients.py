@@ -268,7 +268,7 @@ class FaceGradients:
     def _placed(self, index: int, flat: Tensor) -> Tensor:
         """In the memory for sums, if there is such that holds it exactly; else it stays where autograd made it."""
         sums = self._sums
-        if sums is None or self._are_sums_sent or torch.promote_types(flat.dtype, sums.dtype) is not sums.dtype:
+        if sums is None or self._are_sums_sent or not _holds(sums, flat):
             return flat
         return sums[self._starts[index] : self._starts[index + 1]].copy_(flat)
 
@@ -314,7 +314,7 @@ class FaceGradients:
                 gradient = gradient.to(self.dtypes.accumulation).mul_(scale)
             shown = self.faces[index].grad
             if not isinstance(shown, ShardedTensor):
-                if self._is_reserved:
+                if self._is_reserved and _holds(self._piece(index), gradient):  # a sum may be wider than one gradient
                     gradient = self._piece(index).copy_(gradient)
                     self._holds_value[index] = True
                 self._show(index, adopted=gradient)
@@ -356,6 +356,11 @@ class FaceGradients:
         waiting = [gradient for gradient in self._local if gradient is not None]
         local = sum(gradient.nbytes for gradient in waiting if not self._is_among_sums(gradient))
         return local + (0 if self._sums is None else self._sums.nbytes)
+
+
+def _holds(memory: Tensor, gradient: Tensor) -> bool:
+    """Every number of the gradient exactly."""
+    return torch.promote_types(gradient.dtype, memory.dtype) is memory.dtype
 
 
 def _refuse_sparse(parameter: Tensor) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,14 @@ from zerofold.sharded import ShardedTensor
 from zerofold.slab import Slab
 from zerofold.unit import Unit
 
+CLOSED = (
+    "backward came to a forward from before zf.close(model), and the gradients would be neither reduced nor scaled: "
+    "call backward before zf.close, or run the forward again"
+)
+
 
 class Hooks:
-    """Installed on every unit of one model; `remove` takes everything off again."""
+    """Installed on every unit of one model; `end` takes everything off again."""
 
     def __init__(
         self,
@@ -64,32 +69,26 @@ class Hooks:
         self._waiting: WeakSet[UnitCall] = WeakSet()
         self._begun: list[UnitCall] = []  # in this backward
         self._callback_queued = False
+        self._is_ended = False
         self.out_of_memory: Callable[[BaseException | None], None] = lambda error: None  # called with it
         self.before_backward: Callable[[], None] = lambda: None  # may refuse it
         self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
         # Backward may run inside a compiled training step, so what autograd calls is kept out of graphs as well.
         self._begins, self._ends = untraced(self._begin_call), untraced(self._end_call_once)
-        # Not the method itself: graphs of a closed model lead here, and nothing here may lead back to itself.
-        self._ends_backward = untraced(partial(_call, WeakMethod(self._end_backward)))
+        self._ends_backward = untraced(self._end_backward)
         for unit in schedule.units:
             self._install(unit)
             for slab in unit.slabs:
                 self.install_on(unit, slab)
 
-    def remove(self) -> None:
+    def end(self) -> None:
+        """Takes everything off and lets go of the model, of which a graph that somebody still has must keep nothing."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
-
-    def let_go(self) -> None:
-        """When the model is closed: of all that leads back here, and of the rest unless a graph may still need it."""
-        if all(call.has_run for call in self._waiting):
-            vars(self).clear()
-            self._callback_queued, self.before_backward = False, _refuse_closed
-            return
-        for name in ("_begins", "_ends", "_inner_hooks", "_root_hooks"):
-            delattr(self, name)
-        self._before_anything, self.before_backward, self.out_of_memory = _nothing, _nothing, _nothing
+        for call in self._waiting:
+            del call.unit
+        vars(self).clear()  # hooks and callbacks lead back here, so all would wait for the garbage collector
+        self._is_ended = True
 
     def _install(self, unit: Unit) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -276,6 +275,8 @@ class Hooks:
 
     def _begin_call(self, call: UnitCall, gradients: Any) -> None:
         """A node that made one of the call's outputs is about to run."""
+        if self._is_ended:
+            raise RuntimeError(CLOSED)
         self._enter_backward()
         if not call.begun:
             call.begun = True
@@ -288,6 +289,8 @@ class Hooks:
         Autograd runs later nodes first, and whatever made an input came before all nodes of this call: the first such
         node means that the call's own are through.
         """
+        if self._is_ended:
+            return  # the graph went past the call: no output of it was reached
         if self._accumulation is not None and call.unit in self._accumulation.glue:
             return  # it is gone through piece by piece, and there is no saying which is the last
         if call.begun and not call.ended:
@@ -404,24 +407,8 @@ class Hooks:
     def _forget_begun(self) -> None:
         """A retained graph may run backward again, so its calls start over."""
         for call in self._begun:
-            call.begun, call.ended, call.has_run = False, False, True
+            call.begun = call.ended = False
         self._begun.clear()
-
-
-def _call(link: WeakMethod[Callable[[], None]]) -> None:
-    method = link()
-    if method is not None:
-        method()
-
-
-def _nothing(*_: object) -> None: ...
-
-
-def _refuse_closed() -> None:
-    raise RuntimeError(
-        "a second backward through a graph of a model that was closed meanwhile: call zf.close(model) after the last "
-        "backward through it, or run the forward again"
-    )
 
 
 def _is_inside(module: nn.Module) -> bool:

@@ -45,6 +45,8 @@ class join(Generic[Batch]):  # noqa: N801  # used like a function, as zip and en
     def __init__(self, model: nn.Module, batches: Iterable[Batch], *, divide_by: str = "present") -> None:
         if divide_by not in ("present", "all"):
             raise ValueError(f"join: divide_by={divide_by!r} must be 'present' (the ranks with data) or 'all'")
+        if not isinstance(batches, Iterable):
+            raise TypeError(f"join: batches is a {type(batches).__name__}: give the data loader, or a list of batches")
         self._engine, self._batches, self._divide_by = Engine.of(model), batches, divide_by
         self.is_shadow = False
         self.present: list[int] = []

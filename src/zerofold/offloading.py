@@ -61,12 +61,17 @@ def make_offloading(
     control: Comm,
     *,
     world: int,
+    copies: int,
     adds_up: bool,
     live_bytes: int,
 ) -> Offloading:
-    """All ranks must call it: they end with one plan, for the smallest budget among them."""
+    """All ranks must call it: they end with one plan, for the smallest budget among them. `copies`: ranks that share a
+    second copy of the parameters, 0 for none."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", control.size))
-    units = [_size(name, entries, row, precision, world=world, adds_up=adds_up) for name, entries in assigned.items()]
+    units = [
+        _size(name, entries, row, precision, world=world, copies=copies, adds_up=adds_up)
+        for name, entries in assigned.items()
+    ]
     if wish.path is not None:
         folder = Path(wish.path)
         agree(control, lambda: _clear(folder))  # on all ranks before any of them looks how much room there is
@@ -107,14 +112,17 @@ def _memory(plan: Plan, wish: Offload, device: torch.device, rank: int, units: i
     return TierMemory(device, arena, DiskStore(wish.path, room, rank=rank, checksums=wish.checksums))
 
 
-def _size(name: str, entries: list[Entry], row: Row, precision: Precision, *, world: int, adds_up: bool) -> UnitSize:
+def _size(
+    name: str, entries: list[Entry], row: Row, precision: Precision, *, world: int, copies: int, adds_up: bool
+) -> UnitSize:
     """Of the rank that keeps the most. A unit's states are planned by the widths of its largest trained parameter."""
     if not entries:  # the root, where every parameter is in a unit below it
         return UnitSize(name, 0)
     main = max(entries, key=lambda entry: entry.parameter.numel() * entry.parameter.requires_grad)
     widths = Widths.of_dtypes(dtypes_of(main), moments=2 * precision.moments.itemsize)
     slabs = [_slab(part, row, world) for part in split(name, entries)]
-    return unit_size(name, slabs, row, widths, alone=world == 1, accumulate=2 if adds_up else 1)
+    accumulate = 2 if adds_up else 1
+    return unit_size(name, slabs, row, widths, alone=world == 1, accumulate=accumulate, copies=copies)
 
 
 def _slab(part: list[Entry], row: Row, world: int) -> SlabSize:

@@ -11,9 +11,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofold.agree import agree, check_same_on_all_ranks, fingerprint
+from zerofold.arguments import check_flags
 from zerofold.checkpoint.saving import finish_saving
 from zerofold.checkpoint.sources import known_in_files, names_elsewhere
-from zerofold.checks import check_axes, check_kinds, check_numbers, check_ready, check_stages
+from zerofold.checks import (
+    check_axes,
+    check_kinds,
+    check_numbers,
+    check_ready,
+    check_stages,
+    check_wrappers,
+)
 from zerofold.closing import end
 from zerofold.configured import Config, configured, scheduler_of, shard_arguments
 from zerofold.dealing import Cost
@@ -23,7 +31,7 @@ from zerofold.materialise import Init
 from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
 from zerofold.offload.wishes import OffloadChoice, read_offload
-from zerofold.optim.attach import attach_optimizer, check_optimizers
+from zerofold.optim.attach import attach_optimizer, check_optimizers, told_of_steps
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
 from zerofold.parallel.marks import HoldsStages, is_cut_into_stages
@@ -181,11 +189,13 @@ def shard(
     """
     module = _placed(model)
     check_ready(module)
+    check_wrappers(module)
     check_axes(module, mesh)
     if isinstance(mesh, Mesh):
         _spread(module, mesh)
     spread, mesh = (mesh, mesh.zero) if isinstance(mesh, Mesh) else (None, mesh)
     check_kinds(mesh, cost=cost, init=init)
+    check_flags(overlap=overlap, contiguous_gradients=contiguous_gradients)
     blocks = None if spread is None else spread.all_zero
     control = make_control(mesh, overlap=overlap, blocks=blocks)
     model_group = None if spread is None else make_model_group(spread.groups(PIPELINE, TENSOR), control)
@@ -199,10 +209,14 @@ def shard(
             given, elsewhere = load, names_elsewhere(model_group, known_in_files(module))
             has_init, warns = init is not None, control.rank == 0
             agree(job, lambda: find_values(module, plan, given, elsewhere, has_init=has_init, warns=warns))
-        numbers = f"live_bytes={live_bytes}, buffer_bytes={buffer_bytes}, accumulate={accumulate}"
-        numbers += f", check_replicas={check_replicas}, {wish}"
-        settings = f"stage={plan.row.name}, cut={plan.row.cut.value}, overlap={overlap}, {numbers}, {policy.summary}"
-        agree(job, lambda: check_same_on_all_ranks(control, fingerprint(plan.assigned, settings)))
+        settings = (
+            *(f"stage={plan.row.name}", f"cut={plan.row.cut.value}", f"overlap={overlap}", f"live_bytes={live_bytes}"),
+            *(f"buffer_bytes={buffer_bytes}", f"accumulate={accumulate}", f"check_replicas={check_replicas}"),
+            # Each machine may have its own folder for files.
+            f"offload={wish if wish is None or wish.path is None else replace(wish, path='a folder')}",
+            policy.summary,
+        )
+        agree(job, lambda: check_same_on_all_ranks(control, fingerprint(plan.assigned, *settings)))
         offloading = None if wish is None else offloading_of(plan, wish, policy, control, mesh, live_bytes, accumulate)
     except Exception:
         destroy(mesh, {control.group, job.group, *([] if model_group is None else [model_group.group])}, blocks)
@@ -272,6 +286,8 @@ def attach(
     options = StepOptions(clip, clip_value, one_pass, scheduler)
     agree(engine.groups.job, lambda: check_stages(model, everyone))
     agree(engine.groups.job, lambda: check_optimizers(engine, everyone, options))
+    told = told_of_steps(everyone, options)
+    agree(engine.groups.job, lambda: check_same_on_all_ranks(engine.groups.control, told))
     for each in everyone:
         attach_optimizer(engine, each, options if each is everyone[-1] else replace(options, scheduler=None))
     return optimizer
@@ -292,6 +308,7 @@ def close(model: nn.Module, *, gather: bool = True) -> None:
     'Parameter'
     """
     engine = Engine.of(model)
+    check_flags(gather=gather)
     try:
         finish_saving(engine)
     finally:

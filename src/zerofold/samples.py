@@ -10,7 +10,7 @@ one global batch each
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy
@@ -94,6 +94,11 @@ class Samples:
                 continue
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
                 raise ValueError(f"{name}={number!r} must be a whole number of at least {least}")
+        if (rank is None) != (ranks is None) or (rank is not None and ranks is not None and not 0 <= rank < ranks):
+            raise ValueError(
+                f"rank={rank!r}, ranks={ranks!r}: give both, with rank from 0 to below ranks, or neither for those of "
+                "the process group"
+            )
         if drop_last and length < batch:
             raise ValueError(
                 f"{length} samples do not fill a batch of {batch}: use a smaller batch, or drop_last=False"
@@ -154,6 +159,8 @@ class Samples:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the state was taken. The number of ranks and the batch may be others; the order may not."""
+        if not isinstance(state, Mapping):
+            raise TypeError(f"a {type(state).__name__} is no position in the data: give what state_dict() returned")
         for name, here in self._order().items():
             if state.get(name) != here:
                 raise ValueError(

@@ -39,6 +39,8 @@ class ShardedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> ShardedTensor:
+        if not isinstance(spec, ShardSpec):
+            raise TypeError(f"a {cls.__name__} is made by zf.shard, of a parameter of the model that it is given")
         # Whoever asks a parameter where the model is, as users do before they move a batch there, gets the right answer
         # wherever its piece is kept.
         device = spec.device or local.device

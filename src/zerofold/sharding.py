@@ -59,6 +59,11 @@ def choose_sharding(
         raise ValueError("an earlier attempt to shard this model failed half way, so it cannot be used: build it again")
     if Engine.is_on(model):
         raise ValueError("this model is already sharded; call zf.close(model) first to shard it another way")
+    if any(Engine.of_parameter(parameter) is not None for parameter in model.parameters()):
+        raise ValueError(
+            f"this {type(model).__name__} holds parameters of a model that is sharded already: a parameter belongs to "
+            "one sharded model, so shard the module that holds both, or call zf.close on the other first"
+        )
     found = device_of(model, mesh, device)
     modules = find_units(model, units)
     assigned = assign(model, modules)
@@ -97,6 +102,7 @@ def offloading_of(
     trains = any(entry.parameter.requires_grad for entry in entries)
     agree(control, lambda: check_row(wish, plan.row, trains=trains))
     world = len(ranks_along(mesh, plan.row.optimizer.axes or AXES))
+    copies = 0 if plan.row.copy is None else len(ranks_along(mesh, plan.row.copy.axes))
     gathered = live_bound(plan.assigned, plan.row, world, live_bytes)
     adds_up = accumulate > 1 or wish.sums
     return make_offloading(
@@ -107,6 +113,7 @@ def offloading_of(
         policy,
         control,
         world=world,
+        copies=copies if copies < world else 0,  # one over all ranks would be a second shard
         adds_up=adds_up,
         live_bytes=gathered,
     )

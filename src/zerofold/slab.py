@@ -15,6 +15,7 @@ elsewhere                   this rank's piece, in the memory that a gradient of 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -255,11 +256,12 @@ class Slab(FlatParameters):
 
     def _wait_for(self, update: Update) -> None:
         tape = self.clock.tape
-        if tape is None:
-            update.wait()
-            return
-        with tape.spent(update.waits_for, self.unit):
-            update.wait()
+        try:
+            with nullcontext() if tape is None else tape.spent(update.waits_for, self.unit):
+                update.wait()
+        except BaseException:
+            self.update = update  # it has failed: every later use is to hear of that, and not compute with half of it
+            raise
 
     def _bring(self, target: Tensor) -> None:
         source = self._shard if self.resident is None or self._resident_is_lent else self.resident

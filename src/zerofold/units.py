@@ -41,8 +41,14 @@ def find_units(model: nn.Module, choice: UnitChoice) -> dict[str, nn.Module]:
         if not chosen:
             names = sorted({type(module).__name__ for module in inside.values()})
             raise ValueError(f"units={choice!r}: no module of the model is of that class; it has {', '.join(names)}")
-    elif callable(choice):
-        chosen = {name: module for name, module in inside.items() if choice(name, module)}
+    elif callable(choice) and not isinstance(choice, nn.Module):
+        try:
+            chosen = {name: module for name, module in inside.items() if choice(name, module)}
+        except Exception as error:
+            raise ValueError(
+                f"units={choice!r} raised {type(error).__name__} ({error}): it is called as units(name, module) for "
+                "every module of the model, and returns whether that is to be a unit"
+            ) from error
     else:
         raise TypeError(
             f"units={choice!r} must be a module class, a tuple of them, a predicate (name, module) -> bool, "

@@ -18,7 +18,7 @@ from torch import nn
 
 from zerofold.activation.automatic import Automatic
 from zerofold.activation.caches import NoCaches
-from zerofold.activation.chains import NO_CHAIN, first_of, groups_of, run_in_turn, same_but_first
+from zerofold.activation.chains import NO_BLOCKS, NO_CHAIN, first_of, groups_of, run_in_turn, same_but_first
 from zerofold.activation.checkpointing import Policy, checkpoint
 from zerofold.activation.held import Held
 from zerofold.activation.partition import Partition
@@ -325,7 +325,7 @@ def _blocks_to_take(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]
     if twice is not None:
         raise ValueError(f"checkpoint_blocks: {twice!r} is checkpointed already: call remove() on what came back first")
     if not blocks:
-        raise ValueError("checkpoint_blocks: no repeated blocks were found in this model: name them with units=")
+        raise ValueError(NO_BLOCKS)
     return blocks
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zerofold.nested import tensors_in
 
+NO_BLOCKS = "checkpoint_blocks: no repeated blocks were found in this model: name them with units="
 NO_CHAIN = (
     "the blocks of this model do not simply follow each other, so several cannot be recomputed together: use every=1"
 )

@@ -100,6 +100,8 @@ class Partition:
 
         All ranks of the mesh, or of the group, must call it. `has_files`: parts may be kept in files.
         """
+        if not isinstance(where, (Mesh, dist.ProcessGroup)):
+            raise TypeError(f"partition={where!r} must be what zf.mesh(tensor=…) returned, or a process group")
         make: Callable[..., dist.ProcessGroup]
         if isinstance(where, Mesh):
             if where.tensor == 1:

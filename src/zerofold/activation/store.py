@@ -190,6 +190,8 @@ class CheckpointStore:
             ) from None
         if self.tier is Tier.NVME and path is None:
             raise ValueError('keep="nvme" needs a folder on the disk: add path=')
+        if not isinstance(expected, int) or expected < 0:
+            raise ValueError(f"expected={expected!r} must be a number of tensors, or 0 for what the first step needs")
         self._path, self._expected = path, expected
         if partition is not None and not isinstance(partition, Partition):
             partition = Partition.over(partition, has_files=self.tier is Tier.NVME)

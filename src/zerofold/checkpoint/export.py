@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofold.agree import agree
+from zerofold.arguments import path_of
 from zerofold.checkpoint.contents import Contents, Stored
 from zerofold.checkpoint.folder import MAX_FILE_BYTES, write_folder
 from zerofold.checkpoint.hugging_face import read_json, write_json
@@ -52,7 +53,7 @@ def export(
     torch.bfloat16
     >>> zf.close(model)
     """
-    job = Engine.of(model).groups.job
+    job, path = Engine.of(model).groups.job, path_of("path", path)
     found = agree(job, lambda: live_tensors(model, dtype=dtype_named(dtype)))
     write_folder(
         path,

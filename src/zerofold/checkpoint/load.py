@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerofold.arguments import check_flags, path_of
 from zerofold.checkpoint import states
 from zerofold.checkpoint.around import all_or_nothing, changes_around, check_schedulers
 from zerofold.checkpoint.collect import Optimizers, listed, optimizers_of
@@ -62,14 +63,16 @@ def load(
     >>> zf.close(model)
     """
     engine = Engine.of(model)
+    where = path_of("path", path)
+    check_flags(strict=strict)
     finish_saving(engine)
     engine.take_in_changes()
     if engine.is_swapped or engine.schedule.holders:
         raise RuntimeError("zf.load inside `with zf.full_params(model)` or `average.swapped()`: leave it first")
     job, optimizers = engine.groups.job, optimizers_of(engine, optimizer)
     given = None if scheduler is False else listed(scheduler)
-    found = together(job, lambda: candidates(Path(path)) if job.rank == 0 else [])
-    folders = job.all_gather_objects(found)[0] or [Path(path)]
+    found = together(job, lambda: candidates(where) if job.rank == 0 else [])
+    folders = job.all_gather_objects(found)[0] or [where]
     damaged: list[str] = []
     for folder in folders:
         try:
@@ -78,7 +81,7 @@ def load(
         except DamagedError as error:
             damaged.append(str(error))
             if folder == folders[-1]:
-                raise DamagedError(_no_way_out(damaged, Path(path))) from error
+                raise DamagedError(_no_way_out(damaged, where)) from error
     if damaged and job.rank == 0:
         warnings.warn(f"{damaged[0]}. Going on with {contents.where}, which is whole", stacklevel=2)
     for line in plan.warnings if engine.groups.control.rank == 0 else ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from zerofold.arguments import path_of
 from zerofold.checkpoint.contents import CheckpointError, Contents
 from zerofold.checkpoint.foreign import read_foreign
 from zerofold.checkpoint.hugging_face import read_hugging_face
@@ -22,7 +23,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
     >>> open_checkpoint(folder).tensors["w"].shape
     (2, 3)
     """
-    where = Path(path)
+    where = path_of("path", path)
     if not where.exists():
         raise CheckpointError(f"{where} does not exist: name the folder that zf.save was given, or another checkpoint")
     if is_native(where):

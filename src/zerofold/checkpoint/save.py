@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zerofold.arguments import check_flags, path_of
 from zerofold.checkpoint import commit as folders
 from zerofold.checkpoint import states
 from zerofold.checkpoint.collect import Collected, Optimizers, collect, listed, optimizers_of
@@ -76,8 +76,11 @@ def save(
     >>> zf.close(model)
     """
     engine = Engine.of(model)
+    check_flags(latest=latest, trainable_only=trainable_only, background=background)
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"extra={extra!r} must be a dict of plain data, or None")
     finish_saving(engine)
-    path, job = Path(path).absolute(), engine.groups.job  # the working folder may change meanwhile
+    path, job = path_of("path", path).absolute(), engine.groups.job  # the working folder may change meanwhile
     schedulers = listed(scheduler)
 
     def look() -> Collected:

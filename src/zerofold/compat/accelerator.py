@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from zerofold.access import no_sync
-from zerofold.compat.accelerator_config import config_of, options_of
+from zerofold.compat.accelerator_config import OF_ACCELERATE, config_of, options_of, refuse_others
 from zerofold.compat.accelerator_data import PreparedLoader
 from zerofold.compat.accelerator_gather import Gathering
 from zerofold.compat.accelerator_ranks import Ranks
@@ -86,7 +86,9 @@ class Accelerator(Ranks, Saved, Gathering):
         device_placement: bool = True,
         step_scheduler_with_optimizer: bool = True,
         project_dir: str | None = None,
+        **others: Any,
     ) -> None:
+        refuse_others(others)
         if mixed_precision not in _PRECISIONS:
             raise ValueError(f"mixed_precision={mixed_precision!r} does not exist; choose 'no', 'bf16' or 'fp16'")
         if not isinstance(gradient_accumulation_steps, int) or gradient_accumulation_steps < 1:
@@ -116,6 +118,9 @@ class Accelerator(Ranks, Saved, Gathering):
         self._with_optimizer = step_scheduler_with_optimizer
         self._micro = Micro(gradient_accumulation_steps)
         Gathering.__init__(self)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"zf.Accelerator has no {name!r}; {OF_ACCELERATE}")
 
     # preparing
 
@@ -296,6 +301,10 @@ class Accelerator(Ranks, Saved, Gathering):
 
     def skip_first_batches(self, dataloader: PreparedLoader, num_batches: int = 0) -> PreparedLoader:
         """The next pass begins at this batch. After `load_state`, which knows the position, it changes nothing."""
+        if not isinstance(dataloader, PreparedLoader):
+            raise TypeError(
+                f"skip_first_batches: a {type(dataloader).__name__} was given; give the loader that prepare returned"
+            )
         dataloader.skip_to(num_batches)
         return dataloader
 

@@ -14,6 +14,17 @@ from zerofold.config import ConfigError, Settings, read, resolve
 from zerofold.configured import Config, announce, shard_arguments
 
 _STEPS = "gradient_accumulation_steps"
+OF_ACCELERATE = (
+    "what Accelerate has beyond its training loop is in its own Accelerator, which runs on zerofold with a "
+    "DeepSpeedPlugin under `zerofold launch --as-deepspeed`"
+)
+_FIXES = {
+    "fsdp_plugin": "stage 3 shards as FSDP does; give units= for its wrapping policy",
+    "log_with": "make trackers of your own where accelerator.is_main_process",
+    "project_config": "give project_dir=",
+    "gradient_accumulation_plugin": "give gradient_accumulation_steps=",
+    "dataloader_config": "give split_batches= and even_batches= themselves",
+}
 
 
 class Found(NamedTuple):
@@ -21,6 +32,16 @@ class Found(NamedTuple):
     """For zf.shard and zf.attach."""
     accumulate: int
     settings: Settings
+
+
+def refuse_others(others: Mapping[str, Any]) -> None:
+    """What Accelerate's own takes besides, but for what is not set.
+
+    >>> refuse_others({"fsdp_plugin": None})
+    """
+    for name, value in others.items():
+        if value is not None:
+            raise TypeError(f"zf.Accelerator has no {name}=: {_FIXES.get(name, OF_ACCELERATE)}")
 
 
 def config_of(config: Config | None, plugin: Any) -> Config | None:

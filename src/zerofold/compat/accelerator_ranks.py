@@ -16,6 +16,9 @@ from zerofold.process_group import group_device, join_or_be_alone
 
 T = TypeVar("T")
 
+KINDS = {"cuda": "GPU"}
+"""What Accelerate calls kinds of devices, where that is another name."""
+
 
 class Ranks:
     """Numbers of this rank, its device, and what one rank does before or instead of the others."""
@@ -26,6 +29,7 @@ class Ranks:
             self.device = join_or_be_alone("cpu" if cpu else None)
         else:
             self.device = torch.device("cpu") if cpu else group_device()
+        self._triggered = False
 
     @property
     def num_processes(self) -> int:
@@ -55,6 +59,31 @@ class Ranks:
     @property
     def use_distributed(self) -> bool:
         return self.num_processes > 1
+
+    @property
+    def distributed_type(self) -> str:
+        """Equal to Accelerate's DistributedType, whose members are text: "NO", "MULTI_CPU", "MULTI_GPU", …"""
+        return f"MULTI_{KINDS.get(self.device.type, self.device.type.upper())}" if self.use_distributed else "NO"
+
+    def set_trigger(self) -> None:
+        """Has `check_trigger` say yes on all ranks: to stop early where one rank finds that it should."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has called `set_trigger` since this was asked last. All ranks must ask."""
+        told = torch.tensor(int(self._triggered), device=self.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        self._triggered = False
+        return bool(told.item())
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's share of a list, a tuple, a tensor or a dict of such, in order; the first ranks have one more.
+
+        With `apply_padding` all have as many: the last one is repeated. Where there are fewer inputs than ranks, ranks
+        without one have the last one in any case.
+        """
+        yield _share(inputs, self.process_index, self.num_processes, padded=apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """On the first rank of each machine."""
@@ -91,6 +120,29 @@ class Ranks:
         if self._started_group and dist.is_initialized():
             sys.stdout.flush()
             dist.destroy_process_group()
+
+
+def _share(inputs: Any, rank: int, ranks: int, *, padded: bool) -> Any:
+    if isinstance(inputs, dict):
+        if len({len(value) for value in inputs.values()}) > 1:
+            raise ValueError(
+                "split_between_processes: the values of the dict have different lengths: give each input one of each"
+            )
+        return {key: _share(value, rank, ranks, padded=padded) for key, value in inputs.items()}
+    if not isinstance(inputs, (list, tuple, torch.Tensor)):
+        raise TypeError(
+            f"split_between_processes: a {type(inputs).__name__} was given; give a list, a tuple, a tensor or a dict"
+        )
+    each, more = divmod(len(inputs), ranks)
+    start = rank * each + min(rank, more)
+    share: Any = inputs[start : start + each + (rank < more)] if start < len(inputs) else inputs[-1:]
+    missing = each + (more > 0) - len(share) if padded and len(inputs) else 0
+    if missing <= 0:
+        return share
+    last = share[-1:]
+    return (
+        torch.cat([share, last]) if isinstance(share, torch.Tensor) else share + last
+    )  # never more than one is missing
 
 
 @contextmanager

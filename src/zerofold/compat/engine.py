@@ -24,6 +24,7 @@ from zerofold.compat.computed_weights import show_computed_weights
 from zerofold.compat.engine_checkpoints import Checkpoints
 from zerofold.compat.engine_parking import ParksStates
 from zerofold.compat.engine_queries import Queries
+from zerofold.compat.param_status import show_status
 from zerofold.compat.reporting import Reporter
 from zerofold.config import Settings
 from zerofold.engine import Engine
@@ -64,6 +65,7 @@ class DeepSpeedEngine(Queries, Checkpoints, ParksStates, nn.Module):
         self._frozen = frozen or []  # by initialize, since the optimizer has them not
         self._reporter = Reporter(settings, model, rank=self.global_rank, world=self.world_size, device=self.device)
         show_computed_weights(model)
+        show_status(self._core)
         self._count_to_boundary()
 
     @property

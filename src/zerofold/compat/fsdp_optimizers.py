@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerofold.engine import Engine
-from zerofold.optim.attach import put_onto_pieces
+from zerofold.optim.attach import put_onto_pieces, recut
 from zerofold.sharded import ShardedTensor
 
 
@@ -34,12 +34,15 @@ def follow_optimizers(engine: Engine) -> None:
             _widen_gradients(optimizer)
 
     def look(optimizer: torch.optim.Optimizer) -> None:
-        if looked_at.get(optimizer) == len(optimizer.param_groups):
+        seen = looked_at.get(optimizer)
+        if seen == len(optimizer.param_groups):
             return
         alive = link()
         if alive is not None and not alive.schedule.holders:  # inside full_params whole ones are meant
             looked_at[optimizer] = len(optimizer.param_groups)
-            _follow(alive, optimizer)
+            if _follow(alive, optimizer) and seen is None:
+                recut(optimizer)  # whole states may have been loaded already, and may be later
+                optimizer.register_load_state_dict_post_hook(recut)
 
     stop = finalize(engine, register_optimizer_step_pre_hook(before_step).remove)
     stop.atexit = False
@@ -61,8 +64,10 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             _follow(engine, optimizer)
 
 
-def _follow(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+def _follow(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has parameters of this model."""
     faces = engine.faces()
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) in faces and faces[id(p)][1] is not p for p in held):
         put_onto_pieces(engine, optimizer)
+    return any(id(p) in faces for p in held)

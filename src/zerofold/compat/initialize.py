@@ -184,6 +184,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     >>> parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"]).deepspeed_config
     'ds.json'
     """
+    if not isinstance(parser, argparse.ArgumentParser):
+        raise TypeError(f"add_config_arguments takes an argparse.ArgumentParser, not a {type(parser).__name__}")
     group = parser.add_argument_group("zerofold", "configuration")
     group.add_argument("--deepspeed", default=False, action="store_true", help="train with zerofold's engine")
     group.add_argument("--deepspeed_config", default=None, type=str, help="the ds_config.json to use")

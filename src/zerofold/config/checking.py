@@ -65,6 +65,10 @@ def _check_section(section: Mapping[str, Any], table: Section, path: str, checke
     for name, value in section.items():
         here = _join(path, str(name))
         spec = table.keys.get(name)
+        if not path and _is_loose_size(str(name), table):
+            text = "nothing, as with DeepSpeed, which looks for it in its section"
+            checked.notes.append(Note(here, value, "mapped", text))
+            continue
         if spec is None:
             raise unknown(here, str(name), value, table.keys, meant=_elsewhere(str(name), checked.table))
         if isinstance(spec, Refused):
@@ -76,6 +80,14 @@ def _check_section(section: Mapping[str, Any], table: Section, path: str, checke
             _take_old(value, spec, here, checked)
         else:
             _take(value, spec, here, checked)
+
+
+def _is_loose_size(name: str, table: Section) -> bool:
+    """One of ZeRO's sizes by its path in one name, as TRL writes them beside the section. Nothing depends on these."""
+    section, _, key = name.partition(".")
+    zero = table.keys.get(section)
+    spec = zero.keys.get(key) if section == "zero_optimization" and isinstance(zero, Section) else None
+    return isinstance(spec, Key) and spec.auto
 
 
 def _check_subsection(value: Any, table: Section, path: str, checked: Checked) -> None:

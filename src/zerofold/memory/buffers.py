@@ -39,6 +39,8 @@ class BufferPool:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer with room for at least `numel` elements; the caller slices what it needs."""
+        if not numel:  # whoever sends nothing must not take a buffer from who needs one
+            return torch.empty(0, dtype=dtype, device=device)
         free = self._free.setdefault((dtype, device), [])
         for index, buffer in enumerate(free):
             if buffer.numel() >= numel:
@@ -52,7 +54,8 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        self._free[buffer.dtype, buffer.device].append(buffer)
+        if buffer.numel():
+            self._free[buffer.dtype, buffer.device].append(buffer)
 
     def clear(self) -> None:
         self._free.clear()

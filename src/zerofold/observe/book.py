@@ -9,7 +9,7 @@ import torch
 from zerofold.engine import Engine
 from zerofold.observe.hints import hints
 from zerofold.observe.ledger import Ledger
-from zerofold.observe.predicted import BYTES, Workload, predictions
+from zerofold.observe.predicted import BYTES, Line, Workload, predictions
 from zerofold.observe.recording import Recording
 from zerofold.offload.budget import device_memory
 from zerofold.optim.adam import why_not_one_pass
@@ -37,6 +37,10 @@ def book_of(
     times, rank = recording.time(), engine.rank
     trained = [slab for slab in engine.slabs() if slab.requires_grad]
     info = engine.last_step
+    skipped = 0 if info is None else info.skipped_total
+    has_updated = recording.steps > skipped or (
+        recording.steps > 0 and any(optimizer.state for optimizer in engine.optimizers)
+    )
     predicted = predictions(engine, recording, snapshot, precision_of(engine), workload)
     book: dict[str, Any] = {
         "rank": rank,
@@ -56,7 +60,7 @@ def book_of(
             why_not_one_pass(optimizer) is None and not optimizer.defaults.get("fused")
             for optimizer in engine.optimizers
         ),
-        "skipped_steps": 0 if info is None else info.skipped_total,
+        "skipped_steps": skipped,
         "tokens_per_step": tokens_per_step,
         "flops_per_step": flops_per_step,
         "peak_flops": peak_flops,
@@ -78,9 +82,14 @@ def book_of(
             for row in recording.comm()
         ],
         "time": times,
-        "predicted": [line._asdict() for line in predicted.lines],
+        "predicted": [line._asdict() for line in _compared(predicted.lines, has_updated)],
     }
     return {**book, "hints": hints(book)}
+
+
+def _compared(lines: list[Line], has_updated: bool) -> list[Line]:
+    """Before its first update a run has not taken what a step takes: no moments, and maybe no gradients."""
+    return lines if has_updated else [line._replace(measured=None) for line in lines]
 
 
 def mfu(flops_per_step: float | None, seconds: float, peak_flops: float | None) -> float | None:

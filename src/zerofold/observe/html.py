@@ -54,11 +54,20 @@ def as_script(data: Any) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """All of it or nothing: somebody may have the old page open."""
+    """All of it or nothing: somebody may have the old page open. What is no file, such as a pipe, is written to:
+    another in its place would be none."""
+    path = path.resolve()  # else a file would take the place of a link, and not of what it leads to
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _part(name: str) -> str:

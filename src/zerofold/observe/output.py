@@ -19,3 +19,5 @@ def make_folder_of(file: Path | None, option: str = "--out") -> None:
         file.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{option} {file}: {file.parent} cannot be made ({error.strerror}): name another") from error
+    if file.is_dir():
+        raise ValueError(f"{option} {file} is a folder: name a file in it")

@@ -98,9 +98,10 @@ def predictions(
     )
     on_device = measured["tier_bytes"][Tier.DEVICE.value]
     # Local sums are gone when the optimizer steps; without them that is the moment with none on their way.
+    widths = Widths.of(engine.precision, moments=_moments(engine)).beside(is_offloaded=bool(tiers))
     has_sums = keeps_sums(
         engine.row,
-        Widths.of(engine.precision),
+        widths,
         alone=engine.groups.control.size == 1,
         accumulate=backwards,
         in_pipeline=engine.pipeline is not None and not point.contiguous_gradients,
@@ -139,6 +140,7 @@ def predictions(
         replace(machine, devices=stages * machine.devices),
         replace(point, pipeline=stages),
         with_activations=False,
+        widths=widths,
     )
     activations = {} if workload is None else _activations(engine, point, workload)
     counters = STEP_BYTES * sum(parameter.is_trained for some in units.values() for parameter in some)

@@ -209,6 +209,8 @@ def _time(metrics: list[dict[str, Any]], ledger: dict[str, Any]) -> dict[str, An
     step = parts.pop("step", None)
     if step is None:
         step = number(_last(metrics, "step_seconds"))
+    if step == 0:  # there was none
+        return None
     known = [name for name in TIMES if name in parts] + [name for name in parts if name not in TIMES]
     ordered = {name: parts[name] for name in known}
     claimed = sum(ordered.values())

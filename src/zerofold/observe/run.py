@@ -77,8 +77,8 @@ class Run:
         prometheus: str | os.PathLike[str] | None = None,
         wandb: str | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every={every} must be a number of steps, at least 1")
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every={every!r} must be a number of steps, at least 1")
         check_writers(tensorboard=tensorboard, wandb=wandb)
         self._engine = Engine.of(model)
         self.is_first = self._engine.is_first
@@ -146,6 +146,10 @@ class Run:
             )
         if taken := [name for name in _COUNTED if name in values]:
             raise ValueError(f"{taken[0]}= is counted by the run itself: leave it out, or give it another name")
+        # Here, on every rank: it is read later, on the first alone, which the others would wait for.
+        if loss is not None and (not hasattr(loss, "__float__") or (isinstance(loss, Tensor) and loss.numel() != 1)):
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise TypeError(f"loss= is {what}: give one number, such as the mean loss of the step")
         self.count(tokens)
         if not self.is_first:
             return

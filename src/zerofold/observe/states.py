@@ -31,10 +31,11 @@ def totals(engine: Engine) -> Totals:
     device = engine.offloading.memory.device
     here = [slab for slab in slabs if not slab.is_away]
     copies = [slab for slab in slabs if slab.is_away and slab.tiers.parameters is Tier.DEVICE]
+    of_groups = sum(slab.copy.nbytes for slab in slabs if slab.is_away and slab.copy is not None)
     return Totals(
         parameters=sum(map(parameter_nbytes, slabs)),
         optimizer=sum(map(nbytes_of, states)) + sum(map(master_nbytes, slabs)),
-        device_parameters=sum(map(parameter_nbytes, here)) + sum(map(_beside_master, copies)),
+        device_parameters=sum(map(parameter_nbytes, here)) + sum(map(_beside_master, copies)) + of_groups,
         device_optimizer=sum(nbytes_of(state) for state in states if _is_on_device(state, device))
         + sum(map(master_nbytes, here)),
     )

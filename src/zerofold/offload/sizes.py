@@ -16,7 +16,8 @@ ByTier = dict[Tier, ByState]
 @dataclass(frozen=True)
 class UnitSize:
     """One unit on this rank. `trained` and `frozen` are elements it keeps, the bytes are per element, but for
-    `gathered_bytes`: the whole unit in the compute dtype, which stays on the device where `whole_parameters`."""
+    `gathered_bytes`: the whole unit in the compute dtype, which stays on the device where `whole_parameters`; and
+    `copy_bytes`: this rank's part of its group's copy, which stays there too."""
 
     name: str
     trained: int
@@ -28,6 +29,7 @@ class UnitSize:
     has_master: bool = True
     """The compute dtype is another one than that of the shard."""
     gathered_bytes: int = 0
+    copy_bytes: int = 0
     whole_parameters: bool = False
 
     @property
@@ -69,6 +71,7 @@ def bytes_of(unit: UnitSize, tiers: Tiers) -> ByTier:
     shares_slot = tiers.gradients is tiers.parameters is Tier.HOST and gradient == copy  # in a file each has its own
     if not shares_slot:
         found[tiers.gradients][GRADIENTS] += gradient
+    found[Tier.DEVICE][PARAMETERS] += unit.copy_bytes
     if unit.whole_parameters:
         found[Tier.DEVICE][PARAMETERS] += unit.gathered_bytes
     else:

@@ -20,7 +20,7 @@ from zerofold.sharded import ShardedParameter, ShardedTensor
 
 def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], options: StepOptions) -> None:
     """Raises with the name and the fix when these optimizers cannot train this model."""
-    _check_options(options)
+    _check_options(options, optimizers)
     faces = engine.faces()
     covered = {id(p) for other in engine.optimizers for group in other.param_groups for p in group["params"]}
     for optimizer in optimizers:
@@ -43,7 +43,20 @@ def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], op
         )
 
 
-def _check_options(options: StepOptions) -> None:
+def told_of_steps(optimizers: list[torch.optim.Optimizer], options: StepOptions) -> list[str]:
+    """What ranks must have alike, for each updates its part of the model: a learning rate that a rank made of its own
+    share of the data would train every part in another way."""
+    lines = [f"clip={options.clip}", f"clip_value={options.clip_value}", f"one_pass={options.one_pass}"]
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            lines.append(f"{type(optimizer).__name__}, group {number}, {len(group['params'])} parameters")
+            lines += [f"{key}={value}" for key, value in group.items() if isinstance(value, (int, float))]
+    return lines
+
+
+def _check_options(options: StepOptions, optimizers: list[torch.optim.Optimizer]) -> None:
+    if options.one_pass not in (None, True, False):
+        raise TypeError(f"one_pass={options.one_pass!r} must be True, False, or None to choose by itself")
     for name, what in (("clip", "norm"), ("clip_value", "value")):
         number = getattr(options, name)
         if number is not None and (not isinstance(number, (int, float)) or isinstance(number, bool)):
@@ -59,6 +72,12 @@ def _check_options(options: StepOptions) -> None:
         )
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise TypeError(f"scheduler must be a learning-rate scheduler, not {type(scheduler).__name__}")
+    driven = getattr(scheduler, "optimizer", None)
+    if isinstance(driven, torch.optim.Optimizer) and getattr(driven, "optimizer", driven) not in optimizers:
+        raise ValueError(
+            f"scheduler: this {type(scheduler).__name__} changes the learning rate of another {type(driven).__name__} "
+            "than is attached here: build it on the optimizer that is given with it"
+        )
 
 
 def _check_file(engine: Engine, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
@@ -176,7 +195,7 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
         optimizer.register_step_pre_hook(before_step),
         optimizer.register_step_post_hook(after_step),
         # A state dict from elsewhere has whole tensors; each rank keeps its range of them.
-        optimizer.register_load_state_dict_post_hook(_recut),
+        optimizer.register_load_state_dict_post_hook(recut),
     ]
     engine.on_close.append(partial(_end, optimizer, hooks))
 
@@ -228,7 +247,8 @@ def put_onto_pieces(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         _keep_many_tensor_kernels(group)
 
 
-def _recut(optimizer: torch.optim.Optimizer) -> None:
+def recut(optimizer: torch.optim.Optimizer) -> None:
+    """Of states that are whole, as a state dict from elsewhere has them, this rank's pieces."""
     scalars = scalar_states(optimizer)
     for parameter, state in optimizer.state.items():
         state.update(_cut_state(state, parameter, scalars))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofold.engine import Engine
+from zerofold.refusals import used_up
 from zerofold.sharded import ShardedTensor
 
 
@@ -38,6 +39,17 @@ class Gradients:
         some._fill([(name, face) for name, face in self._named if id(face) in wanted])
         return some
 
+    def refuse_used_up(self, *, unless_known: bool = False) -> None:
+        """On every rank, also one that has no piece of it: it would wait in the norm for those that raise.
+
+        `unless_known`: a norm that is known needs no values.
+        """
+        for gradient in self._all:
+            if isinstance(gradient, ShardedTensor) and gradient.is_used_up:
+                if unless_known and gradient.known_norm is not None:
+                    continue
+                raise RuntimeError(used_up(gradient.spec))
+
     def _counted(self) -> Gradients:
         """Without those that another rank of this copy of the model holds as well, and counts."""
         copies = self._engine.uncounted
@@ -50,6 +62,7 @@ class Gradients:
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The same number on every rank."""
         is_cut, model = self._engine.row.optimizer.is_cut, self._engine.groups.model
+        self.refuse_used_up(unless_known=norm_type == 2.0)
         if self._are_plain and not is_cut and model is None:  # torch's own arithmetic and order, to the bit
             return torch.nn.utils.get_total_norm(self.local, norm_type)
         total = self._counted()._sum_of_powers(norm_type)

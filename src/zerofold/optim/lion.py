@@ -141,11 +141,11 @@ def _check(settings: dict[str, Any]) -> None:
     lr, betas, decay, foreach = (settings[name] for name in ("lr", "betas", "weight_decay", "foreach"))
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Lion: lr is a tensor of {lr.numel()} elements; give a number, or a tensor of one")
-    if not 0 <= lr < math.inf:
-        raise ValueError(f"Lion: lr={lr} must be a finite number of at least 0, for example 1e-4")
+    if isinstance(lr, str) or not 0 <= lr < math.inf:
+        raise ValueError(f"Lion: lr={lr!r} must be a finite number of at least 0, for example 1e-4")
     if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"Lion: betas={betas} must be two numbers from 0 up to 1, such as (0.9, 0.99)")
-    if not 0 <= decay < math.inf:
-        raise ValueError(f"Lion: weight_decay={decay} must be a finite number of at least 0")
+    if isinstance(decay, str) or not 0 <= decay < math.inf:
+        raise ValueError(f"Lion: weight_decay={decay!r} must be a finite number of at least 0")
     if foreach not in (None, True, False):
         raise TypeError(f"Lion: foreach={foreach!r} must be True, False, or None to choose by device")

@@ -51,6 +51,7 @@ class Step:
         if engine.updates is not None:
             engine.updates.finish_last()  # while the device is still in backward: below, it would wait for this
         gradients = Gradients(engine)
+        gradients.of(self._parameters()).refuse_used_up()
         info = self._judge(gradients)
         self._was_applied = not info.skipped
         if info.skipped:

@@ -32,6 +32,10 @@ class Mesh:
 
     device_mesh: DeviceMesh
 
+    def __post_init__(self) -> None:
+        if getattr(self.device_mesh, "mesh_dim_names", None) != AXES:
+            raise TypeError(f"a Mesh has the axes {', '.join(AXES)}: make it with zf.mesh(data=…, tensor=…)")
+
     def size(self, axis: str) -> int:
         return self.device_mesh.size(AXES.index(axis))
 

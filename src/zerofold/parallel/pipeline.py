@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -93,6 +93,10 @@ def pipeline(
         raise ValueError("this model is already sharded: call zf.pipeline before zf.prepare or zf.shard")
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn={loss_fn!r} must be a function (output, target) -> loss, or None")
+    if cost is not None and not callable(cost):
+        raise TypeError(f"cost={cost!r} must be a function (name, module) -> cost, or None")
+    if example is not None and not isinstance(example, (tuple, list, Mapping)):
+        raise TypeError(f"example={example!r} must be a tuple or a dict of the model's arguments, or None")
     if loss_fn is None and not _own_loss_names(model):
         raise ValueError(
             f"pipeline: loss_fn is missing, and {type(model).__name__} takes no labels to make a loss of: pass "
@@ -124,6 +128,8 @@ class Pipeline(HoldsStages):
     def __init__(
         self, model: nn.Module, mesh: Mesh, split: Split, schedule: str, microbatches: int, loss_fn: LossFn | None
     ) -> None:
+        if not isinstance(split, Split):
+            raise TypeError("a Pipeline is made by zf.pipeline(model, mesh, microbatches=…)")
         self.model, self.mesh, self.microbatches, self.loss_fn = model, mesh, microbatches, loss_fn
         self.stages = split.stages
         self.memory: dict[str, int] = {}

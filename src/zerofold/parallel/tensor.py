@@ -60,6 +60,12 @@ def tensor_parallel(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a zf.mesh(...), not {type(mesh).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if plan is not None and not isinstance(plan, Mapping):
+        raise TypeError(
+            f"plan={plan!r} must be a dict of module names and torch ParallelStyles, or None for known layers"
+        )
     if mesh.tensor == 1:
         return model
     control = make_control(None, overlap=False)

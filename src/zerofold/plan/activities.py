@@ -116,7 +116,7 @@ def _counted(activity: Activity, model: ModelShape, point: Point) -> Iterator[_C
         if moment.phase is Phase.FORWARD:
             kept = done[Phase.FORWARD]
         else:  # in backward a block has a stretch, or two where its group is computed again first
-            kept = blocks - before * blocks // stretches[Phase.BACKWARD]
+            kept = blocks - before * blocks // max(1, stretches[Phase.BACKWARD])
         # The root's last moments are those of the last stage, which has one micro-batch.
         others = groups * (on_way - 1) if is_block else 0
         yield _Counted(moment, -(-kept // every) + others, groups + others, is_block)

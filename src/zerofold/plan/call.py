@@ -97,8 +97,8 @@ def plan(
     """
     degrees = (("micro_batch", micro_batch), ("accumulate", accumulate), ("tensor", tensor), ("pipeline", pipeline))
     for name, number in degrees:
-        if number < 1:
-            raise ValueError(f"{name}={number} must be at least 1")
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={number!r} must be a whole number, at least 1")
     if checkpoint_every < 0:
         raise ValueError(f"checkpoint_every={checkpoint_every} must be 0 (keep everything) or more")
     fleet = machine_of(machine, world_size, gpus_per_node, device_memory, host_memory, disk)

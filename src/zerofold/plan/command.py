@@ -7,7 +7,8 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -128,7 +129,8 @@ def plan_command(
     try:
         if measured and machine is not None:
             raise ValueError(f"--preset {machine} and --this-machine are two machines; leave one of them out")
-        fleet = _fleet(machine or DEFAULT_PRESET, measured, path, world_size, link_inside, link_across)
+        name = DEFAULT_PRESET if machine is None else machine
+        fleet = _fleet(name, measured, path, world_size, link_inside, link_across)
         make_folder_of(html, "--html")
         make_folder_of(config, "--config")
         found = plan(
@@ -170,17 +172,28 @@ def plan_command(
     except ValueError as error:
         typer.echo(f"error: {as_options(str(error), _ARGUMENTS)}", err=True)
         raise typer.Exit(2) from None
-    if html is not None:
-        write_plan_page(found, html, command=_asked_anew(context, found))
-    if config is not None:
-        config.write_text(json.dumps(found.ds_config, indent=2) + "\n")
-        if found.ds_config_note:
-            typer.echo(f"{config}: {found.ds_config_note}", err=True)
+    with _writing("--html", html):
+        if html is not None:
+            write_plan_page(found, html, command=_asked_anew(context, found))
+    with _writing("--config", config):
+        if config is not None:
+            config.write_text(json.dumps(found.ds_config, indent=2) + "\n")
+    if config is not None and found.ds_config_note:
+        typer.echo(f"{config}: {found.ds_config_note}", err=True)
     if as_json:
         typer.echo(json.dumps(found.to_dict()))
     else:
         columns = shutil.get_terminal_size((_WIDEST, 24)).columns
         typer.echo(found.text(width=max(_NARROWEST, min(_WIDEST, columns))), nl=False)
+
+
+@contextmanager
+def _writing(option: str, file: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        typer.echo(f"error: {option} {file} cannot be written ({error.strerror}): name another", err=True)
+        raise typer.Exit(2) from None
 
 
 _MOVED = {"world_size": "devices", "micro_batch": "batch", "seq": "sequence"}

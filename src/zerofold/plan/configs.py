@@ -90,6 +90,16 @@ def ds_config(point: Point, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def tensor_arguments(point: Point) -> dict[str, Any]:
+    """For `zf.tensor_parallel(model, mesh, **…)`, nothing where it is what `zf.prepare(mesh=…)` does by itself.
+
+    >>> tensor_arguments(Point(tensor=2, sequence_parallel=True)), tensor_arguments(Point(tensor=2))
+    ({'sequence_parallel': True}, {})
+    """
+    wished = {"sequence_parallel": point.sequence_parallel, "loss_parallel": point.loss_parallel}
+    return {name: is_on for name, is_on in wished.items() if is_on and point.tensor > 1}
+
+
 def pipeline_arguments(point: Point) -> dict[str, Any]:
     """For `zf.pipeline(model, mesh, **…)`, nothing where there is one stage.
 

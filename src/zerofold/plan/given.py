@@ -3,6 +3,7 @@ the command turns into its options."""
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from zerofold.placement import Tier
@@ -62,8 +63,11 @@ def machine_of(
     disk: int | None,
 ) -> Machine:
     for name, number in (("world_size", world_size), ("gpus_per_node", gpus_per_node)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name}={number} must be at least 1")
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ValueError(f"{name}={number!r} must be a whole number, at least 1")
+    for name, amount in (("device_memory", device_memory), ("host_memory", host_memory), ("disk", disk)):
+        if amount is not None and (isinstance(amount, str) or amount < 0):
+            raise ValueError(f"{name}={amount!r} must be a number of bytes, such as 80e9")
     found = preset(machine, devices=world_size or 1) if isinstance(machine, str) else machine
     return changed(
         found,
@@ -108,10 +112,9 @@ def model_of(
         if value
     ]
     if len(given) != 1:
-        which = f"both {' and '.join(given)}" if given else "nothing"
+        which = f"{' and '.join(given)} are" if given else "nothing is"
         raise ValueError(
-            f"a model is given by one of model=, params=, layers= with hidden= and heads=, or function=; {which} is "
-            "given"
+            f"a model is given by one of model=, params=, layers= with hidden= and heads=, or function=; {which} given"
         )
     if vocab is not None and (model is not None or function is not None):
         where = "model=" if model is not None else "function="
@@ -119,6 +122,11 @@ def model_of(
     if isinstance(model, ModelShape):
         return model
     if model is not None:
+        if not isinstance(model, (str, os.PathLike)):
+            raise TypeError(
+                f"model= is a {type(model).__name__}: give a Hugging Face folder or its config.json, or for a model of "
+                "your own function='module:function', which builds it"
+            )
         return from_hugging_face(model, seq=seq, precision=precision, checkpoint_every=checkpoint_every)
     if function is not None:
         return from_function(function, seq=seq, precision=precision, checkpoint_every=checkpoint_every)

@@ -87,10 +87,12 @@ class HeldUnit:
     """Of the gradients: their room in one block, where they have one."""
 
     def gathered(self, ranks: Ranks, tiers: Tiers) -> int:
-        """What its use takes besides. A rank alone makes parameters from masters, unless these are in another memory:
-        then what forward computes with stays on the device, or comes from where it is, frozen or not."""
-        if not ranks.alone:
-            return self.size.gathered_bytes if ranks.placed.parameters.is_cut and ranks.gathering > 1 else 0
+        """What its use takes besides. A rank alone, also in its group, makes parameters from masters, unless these are
+        in another memory: then what forward computes with stays on the device, or comes from where it is, frozen or
+        not."""
+        is_cut = ranks.placed.parameters.is_cut
+        if not ranks.alone and (ranks.gathering > 1 or not is_cut):
+            return self.size.gathered_bytes if is_cut else 0
         if tiers.parameters is not Tier.DEVICE:
             return self.size.gathered_bytes
         if tiers.is_offloaded or not self.has_master:
@@ -184,13 +186,21 @@ def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_byt
             if point.contiguous_gradients:
                 mean = -(-each.shard.gradients * slab.shard // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
                 # Where the flat gradient is whole and as wide, autograd adds up in it.
-                is_apart = placed.optimizer.is_cut or widths.has_master
+                is_apart = placed.optimizer.is_cut or widths.is_apart
                 sums = -(-sums // ARENA_ALIGNMENT) * ARENA_ALIGNMENT if is_apart else 0
                 arena += math.trunc(mean + sums)
             gradients += mean + sums
             master = widths.master if widths.has_master else 0
             optimizer += widths.moments * slab.owned + master * slab.shard + STEP_BYTES * slab.tensors
-    size = unit_size(unit.name, slabs, placed, widths, alone=ranks.alone, accumulate=point.accumulate)
+    size = unit_size(
+        unit.name,
+        slabs,
+        placed,
+        widths,
+        alone=ranks.alone,
+        accumulate=point.accumulate,
+        copies=ranks.group if copies else 0,
+    )
     return HeldUnit(unit, tuple(slabs), StateBytes(parameters, gradients, optimizer), widths.has_master, size, arena)
 
 
@@ -245,12 +255,12 @@ def fused_buffers(units: Sequence[HeldUnit], ranks: Ranks, widths: Widths, point
     """
     if ranks.alone or not any(unit.shape.trained for unit in units):
         return 0
-    over = ranks.optimizer_cut
-    if over == 1 and not widths.has_master:
+    over, to_owner = ranks.optimizer_cut, ranks.placed.reduces_to_owner
+    if not to_owner and not widths.is_apart:
         return 0  # all-reduced in place
     capacity = max(1, point.buffer_bytes // widths.wire)
     largest = greatest(slab.shard for unit in units for slab in unit.slabs if slab.is_trained)
-    if over == 1:
+    if not to_owner:
         return IN_FLIGHT * least((capacity, largest)) * widths.wire
     width = least((greatest((1, capacity // over)), largest))
     if ranks.placed.cut is Cut.FIRST:

@@ -117,7 +117,9 @@ def memory(
     (1.9, 'backward of the root')
     """
     point = replace(point, buffer_bytes=point.buffer_bytes or default_buffer_bytes(machine.kind))
-    ranks, widths = ranks_of(machine, point), widths or widths_of(point.precision)
+    ranks, given = ranks_of(machine, point), widths or widths_of(point.precision)
+    may_offload = point.auto or point.tiers.is_offloaded or bool(tiers)
+    widths = given.beside(is_offloaded=may_offload)
     units = held_units(model, ranks, widths, point)
     activity = activity_of(model, point)
     samples = point.micro_batch
@@ -126,7 +128,6 @@ def memory(
     gathered = gathered_at_once(units, ranks, point)
     buffers = fused_buffers(units, ranks, widths, point, by_gloo=by_gloo)
     workspaces = 0 if on_cpu else LIBRARY_WORKSPACES
-    may_offload = point.auto or point.tiers.is_offloaded or bool(tiers)
     ring = UPDATE_RING if may_offload and not on_cpu else 0
     checkpoints, logits = trunc(activity.checkpoints.at(samples)), trunc(activity.logits.at(samples))
     alive = greatest(trunc(moment.alive.at(samples)) for moment in activity.moments)
@@ -141,9 +142,10 @@ def memory(
         activations=alive + local + sums,
         given=tiers,
     )
+    if may_offload and not tiered.is_offloaded:  # all of it stays after all
+        here = replace(point, auto=False, tiers=Tiers())
+        return memory(model, machine, here, widths=given, by_gloo=by_gloo)
     gathered = gathered_at_once(units, ranks, point, tiered.placed)
-    if not tiered.is_offloaded:
-        ring = 0
     sums = waiting_sums(units, ranks, widths, point, tiered.placed)
     most_local = local + sums
     states = tiered.by_tier[Tier.DEVICE]

@@ -37,6 +37,8 @@ def check_schedule(point: Point) -> None:
     kind = schedule_kind(point.schedule)
     if point.chunks < 0:
         raise ValueError(f"chunks={point.chunks} must be the chunks of blocks on a rank, or 0 for the schedule's own")
+    if point.chunks and point.pipeline == 1:
+        raise ValueError(f"chunks={point.chunks} is of a pipeline, and pipeline=1; give another pipeline=")
     if point.pipeline > 1:
         check_counts(point.schedule, point.pipeline, point.chunks or kind.usual_chunks, point.accumulate, _NAMES)
 

@@ -118,6 +118,7 @@ def _auto(
                     trained=size.trained * together,
                     frozen=size.frozen * together,
                     gathered_bytes=size.gathered_bytes * together,
+                    copy_bytes=size.copy_bytes * together,
                 )
             )
     budget = Budget(

@@ -9,7 +9,7 @@ from typing import Any
 
 from zerofold.placement import row
 from zerofold.plan.advice import Advice, searched_sentence
-from zerofold.plan.configs import ds_config, native, pipeline_arguments
+from zerofold.plan.configs import ds_config, native, pipeline_arguments, tensor_arguments
 from zerofold.plan.held import ranks_of, widths_of
 from zerofold.plan.machine import GB, Machine
 from zerofold.plan.named import named_costs, nearest_named
@@ -167,6 +167,7 @@ class Plan:
                 **self._row(chosen),
                 "reason": self.advice.reason,
                 "config": self.config,
+                "tensor_config": tensor_arguments(chosen.point),
                 "pipeline_config": pipeline_arguments(chosen.point),
                 "ds_config": self.ds_config,
                 "ds_config_note": self.ds_config_note,

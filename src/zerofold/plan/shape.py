@@ -9,6 +9,17 @@ ROOT = ""
 """The unit of whatever is in no block: embeddings, the last norm, the head."""
 
 
+def in_short(count: float, digits: int = 3) -> str:
+    """
+    >>> [in_short(count) for count in (29, 1000, 6_669_000, 7.5e9, 1e15)]
+    ['29', '1K', '6.67M', '7.5B', '1000T']
+    """
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.{digits + (count >= 1e15)}g}{name}"
+    return f"{count:g}"
+
+
 @dataclass(frozen=True)
 class PerSample:
     """A number that grows with the micro-batch.

@@ -88,9 +88,16 @@ def slabs_of(unit: UnitShape, placed: Row, widths: Widths, over: int, *, built_b
 
 
 def unit_size(
-    name: str, slabs: Sequence[SlabSize], placed: Row, widths: Widths, *, alone: bool, accumulate: int
+    name: str,
+    slabs: Sequence[SlabSize],
+    placed: Row,
+    widths: Widths,
+    *,
+    alone: bool,
+    accumulate: int,
+    copies: int = 0,
 ) -> UnitSize:
-    """What a plan of tiers needs to know of a unit."""
+    """What a plan of tiers needs to know of a unit. `copies`: ranks that share a second copy of its parameters."""
     return UnitSize(
         name,
         sum(slab.shard for slab in slabs if slab.is_trained),
@@ -101,5 +108,6 @@ def unit_size(
         compute_bytes=widths.compute,
         has_master=widths.has_master,
         gathered_bytes=sum(slab.gathered_bytes for slab in slabs),
+        copy_bytes=sum(slab.size // copies * slab.compute for slab in slabs) if copies else 0,
         whole_parameters=not placed.parameters.is_cut and not alone,
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zerofold.activation.chains import NO_BLOCKS, NO_CHAIN
 from zerofold.plan.comparison import Parameter, shape_of
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.tracing import trace
@@ -37,6 +38,13 @@ _HEADS = (
     "AutoModelForMaskedLM",
     "AutoModelForSequenceClassification",
 )
+
+_NO_CHECKPOINTS = {
+    NO_BLOCKS: "no repeated blocks were found in this model, so none is computed again in backward; give "
+    "checkpoint_every=0",
+    NO_CHAIN: "the blocks of this model do not simply follow each other, so several cannot be computed again together; "
+    "give checkpoint_every=1",
+}
 
 
 class Traced(NamedTuple):
@@ -82,8 +90,7 @@ def build_hugging_face(where: str | Path, seq: int | None = None) -> Traced:
     try:
         return build(config, seq)
     except Exception as error:  # numbers that no model can have
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(f"--model {file}: {first}") from error
+        raise ValueError(f"--model {file}: {in_a_line(error)}") from error
 
 
 def read_config(file: Path) -> Any:
@@ -104,9 +111,8 @@ def read_config(file: Path) -> Any:
         raise ValueError(f"--model {file} has no model_type, so it is no config of a Hugging Face model")
     try:
         return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"--model {file}: model_type {model_type!r} cannot be built: {first}") from None
+    except Exception as error:  # its keys are checked by many hands: by classes, validators, the hub's own errors
+        raise ValueError(f"--model {file}: model_type {model_type!r} cannot be built: {in_a_line(error)}") from None
 
 
 def build(config: Any, seq: int | None = None) -> Traced:
@@ -205,12 +211,25 @@ def _shape(built: Traced, name: str, source: str, precision: str, checkpoint_eve
     try:
         found = trace(built.model, built.example(2), checkpoint_every=intervals, precision=precision, name=name)
     except Exception as error:  # whatever the model's own code raises
-        first = (str(error).strip().splitlines() or [""])[0]
+        if str(error) in _NO_CHECKPOINTS:
+            option = "--function" if source == "function" else "--model"
+            raise ValueError(f"{option} {name}: {_NO_CHECKPOINTS[str(error)]}") from error
         raise ValueError(
-            f"{name} cannot be traced on the meta device: {type(error).__name__}: {first}; give its inputs with "
-            "--function module:function, or its size with --params"
+            f"{name} cannot be traced on the meta device: {type(error).__name__}: {in_a_line(error)}; give its inputs "
+            "with --function module:function, or its size with --params"
         ) from error
     return replace(found, source=source, tokens=built.tokens)
+
+
+def in_a_line(error: Exception) -> str:
+    """
+    >>> in_a_line(ValueError("no such key: x\\nhints follow")), in_a_line(ValueError("by a validator:\\n  2 is odd"))
+    ('no such key: x', 'by a validator: 2 is odd')
+    >>> in_a_line(AssertionError())
+    'AssertionError'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def shape_of_model(model: nn.Module, name: str) -> ModelShape:

@@ -12,7 +12,7 @@ A parameter that is cut and has a master is made from it while it is used, and t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -41,6 +41,8 @@ class Widths:
     """Of a gradient on its way between ranks."""
     has_master: bool = True
     """The optimizer changes another tensor than forward computes with."""
+    is_apart: bool = True
+    """What the optimizer reads is another tensor than autograd adds up in, whoever updates it."""
     keeps_range: bool = False
     """fp16: a gradient needs more range than the compute dtype has, once its loss scale is taken out."""
 
@@ -50,7 +52,12 @@ class Widths:
         policy = policy_of(precision)
         like = torch.empty(0, dtype=torch.float32, requires_grad=True)
         dtypes = policy.dtypes(like, is_kept=False)
-        return cls.of_dtypes(dtypes, moments=round(moments * policy.moments.itemsize))
+        found = cls.of_dtypes(dtypes, moments=round(moments * policy.moments.itemsize))
+        return replace(found, is_apart=policy.is_mixed or policy.needs_one_pass)
+
+    def beside(self, *, is_offloaded: bool) -> Widths:
+        """Of a model of which something is offloaded: all of its gradients have a place of their own."""
+        return replace(self, is_apart=True) if is_offloaded else self
 
     @classmethod
     def of_dtypes(cls, dtypes: Dtypes, *, moments: int) -> Widths:
@@ -62,6 +69,7 @@ class Widths:
             moments=moments,
             wire=dtypes.reduction.itemsize,
             has_master=dtypes.has_master,
+            is_apart=dtypes.has_master,
             keeps_range=dtypes.compute is torch.float16,
         )
 
@@ -139,7 +147,7 @@ def keeps_sums(placed: Row, widths: Widths, *, alone: bool, accumulate: int | No
     """
     if accumulate is None or accumulate == 1 or placed.gradients.is_cut:
         return False
-    return not alone or (not in_pipeline and (placed.optimizer.is_cut or widths.has_master))
+    return not alone or (not in_pipeline and (placed.optimizer.is_cut or widths.is_apart))
 
 
 def waiting_gradient(widths: Widths, *, alone: bool, accumulate: int) -> int:

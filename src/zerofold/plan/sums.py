@@ -10,7 +10,6 @@ any, in a pipeline  sums; alone, they are the gradient    sums
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from zerofold.placement import Tiers
 from zerofold.plan.held import HeldUnit, Ranks, has_both
@@ -29,11 +28,11 @@ def waiting_sums(
     the states of an offloaded unit would not have."""
     both = has_both(ranks.placed, widths, point, alone=ranks.alone)
     # Gradients in another memory are not what autograd adds up in, as little as those of masters are.
-    away = has_both(ranks.placed, replace(widths, has_master=True), point, alone=ranks.alone)
+    away = has_both(ranks.placed, widths.beside(is_offloaded=True), point, alone=ranks.alone)
     if not away and point.pipeline == 1:
         return 0
     # A rank alone hands its sums to the optimizer; into a block of gradients they are copied.
-    is_copied = point.contiguous_gradients and (ranks.placed.optimizer.is_cut or widths.has_master)
+    is_copied = point.contiguous_gradients and (ranks.placed.optimizer.is_cut or widths.is_apart)
     apart = not both and (not ranks.alone or is_copied)
     found = 0
     for number, unit in enumerate(units):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from zerofold.placement import Tier
 from zerofold.plan.advice import Advice
-from zerofold.plan.configs import checkpoint_arguments, pipeline_arguments
+from zerofold.plan.configs import checkpoint_arguments, pipeline_arguments, tensor_arguments
 from zerofold.plan.dividing import in_words
 from zerofold.plan.machine import GB, Machine
 from zerofold.plan.point import Prediction
@@ -110,15 +110,17 @@ def plan_text(plan: Shown, *, width: int = 100, color: bool = False) -> str:
 def config_lines(plan: Shown, chosen: Prediction) -> list[str]:
     """The calls and the ds_config.json of what is recommended."""
     config = plan.config
-    shown = ", ".join(f"{name}={value!r}" for name, value in config.items() if name != "mesh")
+    shown = _in_a_call({name: value for name, value in config.items() if name != "mesh"})
     found = [f"# {in_words(chosen.point)}"]
-    stages, mesh = pipeline_arguments(chosen.point), _mesh_argument(config)
+    cut, stages, mesh = tensor_arguments(chosen.point), pipeline_arguments(chosen.point), _mesh(config)
+    if mesh:
+        found.append(f"mesh = {mesh}")
+        shown += ", mesh=mesh"
+    if cut:  # else `zf.pipeline` and `zf.prepare` do it by themselves
+        found.append(f"zf.tensor_parallel(model, mesh, {_in_a_call(cut)})")
     if stages:
-        said = ", ".join(f"{name}={value!r}" for name, value in stages.items())
-        found.append(f"pipe = zf.pipeline(model{mesh}, {said})")
-    found.append(
-        f"zf.prepare({'pipe' if stages else 'model'}, optimizer, {shown}{', mesh=pipe.mesh' if stages else mesh})"
-    )
+        found.append(f"pipe = zf.pipeline(model, mesh, {_in_a_call(stages)})")
+    found.append(f"zf.prepare({'pipe' if stages else 'model'}, optimizer, {shown})")
     kept = checkpoint_arguments(chosen.point)
     if kept:
         each = (f"{name}={'mesh' if name == 'partition' else repr(value)}" for name, value in kept.items())
@@ -127,11 +129,15 @@ def config_lines(plan: Shown, chosen: Prediction) -> list[str]:
     return [*found, f"({plan.ds_config_note})"] if plan.ds_config_note else found
 
 
-def _mesh_argument(config: dict[str, Any]) -> str:
+def _in_a_call(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+def _mesh(config: dict[str, Any]) -> str:
     mesh = config.get("mesh")
     if isinstance(mesh, dict):
-        return f", mesh=zf.mesh({', '.join(f'{axis}={size}' for axis, size in mesh.items())})"
-    return "" if mesh is None else f', mesh=init_device_mesh("cuda", {tuple(mesh)})'
+        return f"zf.mesh({_in_a_call(mesh)})"
+    return "" if mesh is None else f'init_device_mesh("cuda", {tuple(mesh)})'
 
 
 def _memory_table(

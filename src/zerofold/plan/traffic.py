@@ -56,9 +56,17 @@ class GatherCounts(NamedTuple):
     copies: float
 
 
-def traffic(model: ModelShape, machine: Machine, point: Point, *, with_activations: bool = True) -> Traffic:
+def traffic(
+    model: ModelShape,
+    machine: Machine,
+    point: Point,
+    *,
+    with_activations: bool = True,
+    widths: Widths | None = None,
+) -> Traffic:
     """Elements and bytes that a rank sends in a step, by collective and by group: "all", "inside", "across" as the
     ledger names them, "tensor" and "pipeline", which carry activations. Agreements of a few numbers are left out.
+    `widths`: instead of those of the point's precision.
 
     >>> from zerofold.plan.machine import Link
     >>> link = Link(rate=1e9)
@@ -70,7 +78,7 @@ def traffic(model: ModelShape, machine: Machine, point: Point, *, with_activatio
     """
     elements: defaultdict[tuple[str, str], float] = defaultdict(float)
     nbytes: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for exchange in exchanges(model, machine, point, with_activations=with_activations):
+    for exchange in exchanges(model, machine, point, with_activations=with_activations, widths=widths):
         if exchange.sent:
             key = exchange.collective, exchange.group
             elements[key] += exchange.sent
@@ -79,9 +87,14 @@ def traffic(model: ModelShape, machine: Machine, point: Point, *, with_activatio
 
 
 def exchanges(
-    model: ModelShape, machine: Machine, point: Point, *, with_activations: bool = True
+    model: ModelShape,
+    machine: Machine,
+    point: Point,
+    *,
+    with_activations: bool = True,
+    widths: Widths | None = None,
 ) -> Iterator[Exchange]:
-    mesh, widths, chosen = mesh_of(machine, point), widths_of(point.precision), row(point.stage)
+    mesh, widths, chosen = mesh_of(machine, point), widths or widths_of(point.precision), row(point.stage)
     units = units_of_rank(model, point)
     stays = kept(units, widths.compute, point.live_bytes)
     for unit, staying in zip(units, stays, strict=True):
@@ -166,12 +179,19 @@ def _gathers(
     if not home.is_cut:
         return
     counts = gathers_in_step(unit, staying, chosen, mesh, point)
-    # The layout is that of the shards, whoever gathers; whole parameters that are frozen never change.
-    size = flat_size(unit, chosen, mesh, widths, with_frozen=chosen.parameters.is_cut)
+    # The layout is that of the shards, whoever gathers. What is frozen never changes: whole parameters are sent once in
+    # a run, and so is a group's copy, which every later gather is made from.
+    trained = flat_size(unit, chosen, mesh, widths)
+    frozen = flat_size(unit, chosen, mesh, widths, with_frozen=True) - trained if chosen.parameters.is_cut else 0
+    has_copies = chosen.copy is not None and mesh.ranks(chosen.copy) < mesh.data
     for placement, times in ((home, counts.whole), (chosen.copy, counts.copies)):
         if placement is not None and times:
             ranks = mesh.ranks(placement)
+            size = trained if has_copies else trained + frozen
             yield Exchange("all_gather", group_name(placement, mesh), ranks, size, widths.compute, times)
+    if chosen.copy is not None and has_copies and frozen:
+        ranks, times = mesh.ranks(chosen.copy), counts.whole + counts.copies
+        yield Exchange("all_gather", group_name(chosen.copy, mesh), ranks, frozen, widths.compute, times)
 
 
 def _reductions(unit: UnitShape, chosen: Row, mesh: Mesh, widths: Widths, point: Point) -> Iterator[Exchange]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zerofold.plan.held import widths_of
-from zerofold.plan.shape import ROOT, Activity, ModelShape, Moment, PerSample, Phase, UnitShape, Work
+from zerofold.plan.shape import ROOT, Activity, ModelShape, Moment, PerSample, Phase, UnitShape, Work, in_short
 
 KEPT = 16
 """Numbers that a block keeps for each token and each of its hidden width."""
@@ -98,7 +98,7 @@ def from_numbers(
     size: GPTNumbers, *, precision: str = "bf16", flash: bool = True, checkpoint_every: tuple[int, ...] = ()
 ) -> ModelShape:
     """`checkpoint_every`: intervals to know besides none, every block and powers of two."""
-    return _shape(size, f"GPT of {size.parameters / 1e9:.3g}B parameters", precision, flash, checkpoint_every)
+    return _shape(size, f"GPT of {in_short(size.parameters)} parameters", precision, flash, checkpoint_every)
 
 
 def from_parameters(
@@ -133,13 +133,18 @@ def from_parameters(
     step *= math.lcm(many, divisor)
     hidden = max(step, round((ASPECT * count / 12) ** (1 / 3) / step) * step)
     # In a small model the usual vocabulary and sequence would be all there is.
+    if vocab is not None and vocab * hidden >= total:
+        raise ValueError(
+            f"vocab={vocab} is a table of {vocab * hidden:,} parameters in a GPT of usual proportions, hidden "
+            f"{hidden}, and params={count:g} is all there is; give a smaller vocab=, or layers=, hidden= and heads="
+        )
     vocab = vocab or max(16, min(VOCABULARY, int(0.3 * count) // hidden))
     positions = max(1, min(seq, int(0.1 * count) // hidden))
     heads = max(divisor, hidden // (128 if hidden >= 2048 else 64))
     heads = next(number for number in range(heads, 0, -1) if hidden % number == 0 and number % divisor == 0)
     layers = max(1, round((count - vocab * hidden) / (12 * hidden**2) / many)) * many
     size = GPTNumbers(layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq=seq)
-    shape = _shape(size, f"{count / 1e9:.4g}B parameters", precision, flash, checkpoint_every)
+    shape = _shape(size, f"{in_short(count, 4)} parameters", precision, flash, checkpoint_every)
     each = max(1, (total - min(total // 2, (vocab + positions) * hidden)) // layers)
     units = (
         UnitShape(name=ROOT, trained=total - layers * each),

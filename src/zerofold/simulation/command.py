@@ -16,6 +16,7 @@ from rich.table import Table
 from zerofold.bench.gpt import GPTSize
 from zerofold.plan.machine import Link, Machine
 from zerofold.plan.presets import preset
+from zerofold.plan.shape import in_short
 from zerofold.plan.wires import Wires
 from zerofold.simulation.curves import SCALINGS, check_plot, curve, efficiency, plot
 from zerofold.simulation.engines import ENGINES, Training
@@ -89,8 +90,8 @@ def simulate_command(
     try:
         fleet = preset(machine, devices=world_size, per_node=gpus_per_node)
         wires = Wires(
-            inside=_link(fleet.inside, rate_inside, latency_inside),
-            across=_link(fleet.across, rate_across, latency_across),
+            inside=_link("inside", fleet.inside, rate_inside, latency_inside),
+            across=_link("across", fleet.across, rate_across, latency_across),
             per_node=fleet.per_node,
             steps="ring" if rings else "tree",
         )
@@ -155,9 +156,9 @@ def _check(stage: str, precision: str, device: str, engine: str, scaling: str | 
         raise ValueError(f"--engine {engine}: FSDP2 does not run on the meta device; use --device cuda, or cpu")
 
 
-def _link(link: Link, rate: str | None, latency: str | None) -> Link:
-    found = link if rate is None else replace(link, rate=bytes_per_second(rate))
-    return found if latency is None else replace(found, latency=seconds(latency))
+def _link(where: str, link: Link, rate: str | None, latency: str | None) -> Link:
+    found = link if rate is None else replace(link, rate=bytes_per_second(f"--rate-{where}", rate))
+    return found if latency is None else replace(found, latency=seconds(f"--latency-{where}", latency))
 
 
 def _summary(points: list[Simulation], fleet: Machine, wires: Wires, scaling: str | None) -> dict[str, Any]:
@@ -182,7 +183,7 @@ def _same(points: list[Simulation], point: Simulation) -> list[Simulation]:
 
 def _print(console: Console, points: list[Simulation]) -> None:
     first = points[0]
-    title = f"{first.model}, {first.parameters / 1e9:.4g}e9 parameters, stage {first.stage}, rank 0, simulated"
+    title = f"{first.model}, {in_short(first.parameters, 4)} parameters, stage {first.stage}, rank 0, simulated"
     title += f" ({first.clock} clock)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("\nengine", no_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofold.bench.gpt import GPT, Block, GPTSize
+from zerofold.plan.sources import in_a_line, read_config
 from zerofold.plan.users import find_function
 from zerofold.simulation.engines import Loss
 from zerofold.units import UnitChoice
@@ -49,24 +49,15 @@ def from_config(path: Path, *, seq: int, checkpointing: bool) -> Model:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"--model {path}: there is no {file}; give a folder with a config.json, or module:function")
-    try:
-        found = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--model {file}: this is no JSON object ({error})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--model {file}: this is no JSON object but a {type(found).__name__}")
-    kind = found.get("model_type")
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise ValueError(f"--model {path} needs transformers: pip install transformers") from None
-    try:
-        config = AutoConfig.from_pretrained(file.parent if file.name == "config.json" else file)
-    except (ValueError, KeyError, OSError) as error:
-        raise ValueError(f"--model {path}: transformers cannot read it: {str(error).splitlines()[0]}") from None
+    config = read_config(file)
 
     def build() -> nn.Module:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except Exception as error:  # numbers that no model can have
+            raise ValueError(f"--model {file}: {in_a_line(error)}") from error
         model.config.use_cache = False
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -81,7 +72,7 @@ def from_config(path: Path, *, seq: int, checkpointing: bool) -> Model:
 
         return run
 
-    return Model(name=f"{kind or file.parent.name}", build=build, loss=loss)
+    return Model(name=config.model_type, build=build, loss=loss)
 
 
 def from_function(name: str, *, seq: int, vocab: int) -> Model:

@@ -10,28 +10,34 @@ _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _NUMBER = r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*"
 
 
-def bytes_per_second(text: str) -> float:
+_LEAST_RATE = 1e6
+
+
+def bytes_per_second(option: str, text: str) -> float:
     """
-    >>> bytes_per_second("50GB/s"), bytes_per_second("400Gb/s"), bytes_per_second("1e9")
-    (50000000000.0, 50000000000.0, 1000000000.0)
+    >>> [bytes_per_second("--rate", each) for each in ("50GB/s", "400Gb/s", "1e9")]
+    [50000000000.0, 50000000000.0, 1000000000.0]
     """
     found = re.fullmatch(_NUMBER + r"(?:([kKmMgGtT]?)([bB])(?:it)?(?:/s|ps)?)?", text)
     number = _number(found)
     if found is None or not number:
-        raise ValueError(f"{text!r} is no rate: write 50GB/s, 400Gb/s (bits), or bytes a second")
+        raise ValueError(f"{option} {text!r} is no rate: write 50GB/s, 400Gb/s (bits), or bytes a second")
     bits = 8 if found[3] == "b" else 1
-    return number * _PREFIX[(found[2] or "").lower()] / bits
+    rate = number * _PREFIX[(found[2] or "").lower()] / bits
+    if rate < _LEAST_RATE:
+        raise ValueError(f"{option} {text} is {rate:g} bytes a second, less than any link: write a unit, as in 50GB/s")
+    return rate
 
 
-def seconds(text: str) -> float:
+def seconds(option: str, text: str) -> float:
     """
-    >>> seconds("5us"), seconds("0.001")
+    >>> seconds("--latency", "5us"), seconds("--latency", "0.001")
     (5e-06, 0.001)
     """
     found = re.fullmatch(_NUMBER + r"(s|ms|us|µs|ns)?", text)
     number = _number(found)
     if found is None or number is None:
-        raise ValueError(f"{text!r} is no time: write 5us, 0.1ms or seconds")
+        raise ValueError(f"{option} {text!r} is no time: write 5us, 0.1ms or seconds")
     return float(f"{number * _TIMES[found[2] or '']:.12g}")
 
 

@@ -182,6 +182,11 @@ def _clock(world: World, device: torch.device) -> Clock:
 
 
 def _check(training: Training, world: World, engine: str, steps: int) -> None:
+    if not isinstance(training, Training) or not isinstance(world, World):
+        raise TypeError(
+            f"zf.simulate(training, world) takes a zerofold.simulation Training and World, not a "
+            f"{type(training).__name__} and a {type(world).__name__}"
+        )
     if engine not in ENGINES:
         raise ValueError(f"there is no engine {engine!r}; the engines are {', '.join(ENGINES)}")
     if world.device not in DEVICES:

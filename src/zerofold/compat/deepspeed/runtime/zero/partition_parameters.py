@@ -7,6 +7,7 @@ from enum import Enum
 from torch import nn
 
 from zerofold.compat.gathered import GatheredParameters
+from zerofold.compat.param_status import ZeroParamStatus
 from zerofold.compat.zero_init import Init
 
 __all__ = [
@@ -25,14 +26,6 @@ class ZeroParamType(Enum):
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
-
-
-class ZeroParamStatus(Enum):
-    """Code compares `p.ds_status` with these, if a parameter has it; parameters of zerofold have not."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
