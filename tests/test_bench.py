@@ -193,7 +193,7 @@ def test_the_ceilings_of_offloading_are_measured(tmp_path):
 
 
 def test_a_disk_alone_moves_the_same_in_either_order():
-    """Of 7 blocks 3 are read and 3 written; in turns from the start, or a burst of each kind."""
+    """Of 7 blocks 3 are read and 3 written."""
     mixed, bursts = (list(disk._jobs(order, range(7), 1)) for order in disk.ORDERS)
     assert [offset for _, offset in mixed] == [0, 3, 1, 4, 2, 5]
     assert sorted(mixed, key=str) == sorted(bursts, key=str)

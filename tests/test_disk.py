@@ -212,6 +212,53 @@ def test_room_is_taken_given_back_and_told_in_the_manifest(tmp_path: Path) -> No
         store.read(large.offset, pages(PAGE))
 
 
+def test_a_disk_that_others_have_filled_costs_the_manifest_alone(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    extent, data, read = store.take(8 * KB, "states"), pages(8 * KB), pages(8 * KB)
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match=r"manifest .* cannot be written .* states are not concerned"):
+        store.write(extent.offset, data).wait()
+    store.read(extent.offset, read).wait()
+    assert torch.equal(data, read)
+
+
+def test_a_file_grows_under_tensors_and_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with DiskStore(tmp_path, 4 * PAGE) as store:
+        first = store.take(3 * PAGE, "first")
+        before = store.tensor(first)
+        writing = [store.write(first.offset, pages(3 * PAGE).fill_(number)) for number in range(1, 20)]
+        for number in range(1, 20):
+            store.make_room(9 * PAGE)
+            extent = store.take(9 * PAGE, f"extent {number}")
+            store.write(extent.offset, pages(9 * PAGE).fill_(number)).wait()
+            store.tensor(extent)[-1] = 99
+            store.forget(extent)
+            read = pages(9 * PAGE)
+            store.read(extent.offset, read).wait()
+            assert read.unique().tolist() == sorted([number, 99])
+        for request in writing:
+            request.wait()
+        assert before.unique().tolist() == store.tensor(first).unique().tolist() == [19]
+        before.fill_(7)
+        store.forget(first)
+        read = pages(3 * PAGE)
+        store.read(first.offset, read).wait()
+        assert read.unique().tolist() == [7]
+        assert os.stat(store.path).st_size == PAGE + store.nbytes
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(DiskError, match=r"bytes more could not be reserved \(No space left"):
+            store.make_room(9 * PAGE)
+        assert os.stat(store.path).st_size == PAGE + store.nbytes
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_store_that_nobody_closed_takes_its_file_along(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, PAGE)
     count = threading.active_count()
@@ -335,6 +382,8 @@ def test_a_file_cut_by_somebody_is_noticed_and_not_filled_with_zeros(store: Disk
     for request in (store.write(extent.offset, pages(4 << 20)), store.read(extent.offset, pages(PAGE))):
         with pytest.raises(DiskError, match="no longer its 4,198,400 bytes"):
             request.wait()
+    with pytest.raises(DiskError, match="no longer its 4,198,400 bytes"):
+        store.make_room(8 << 20)
 
 
 def test_calls_that_move_only_a_part_are_continued(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.late_device import LateDevice
 from tests.ranks import raised
 from tests.test_offload import BF16_STATES, prepared, result, states, train
 
@@ -61,6 +62,17 @@ class FakeStream:
         return event
 
 
+FAKES: dict[str, Any] = {
+    "Stream": FakeStream,
+    "Event": FakeEvent,
+    "stream": lambda _: nullcontext(),
+    "current_stream": FakeStream,
+    "set_device": lambda _: None,
+    "synchronize": lambda _: None,
+    "empty_cache": lambda: None,
+}
+
+
 class Filled:
     """There is room for so many chunks, half of them in the second step, the others in the third. In later steps as
     many more or fewer as is said."""
@@ -88,21 +100,17 @@ def updated_through_the_device(
     precision: Any = "bf16",
     place: Any = None,
     clip: float = 0.5,
+    chunk: int = 2**9,
+    late: LateDevice | None = None,
 ) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
     """A model whose offloaded states go through a device that is the host."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (chunks, slots):
-            patch.setattr(module, "CHUNK", 2**9)  # so that a small model has many
-        for name, fake in {
-            "Stream": FakeStream,
-            "Event": FakeEvent,
-            "stream": lambda _: nullcontext(),
-            "current_stream": FakeStream,
-            "set_device": lambda _: None,
-            "synchronize": lambda _: None,
-            "empty_cache": lambda: None,
-        }.items():
+            patch.setattr(module, "CHUNK", chunk)  # so that a small model has many
+        for name, fake in (FAKES if late is None else late.fakes).items():
             patch.setattr(torch.cuda, name, fake)
+        if late is not None:
+            patch.setattr(through_device, "adam", late.adam)
         options: dict[str, Any] = {"stage": 3, "precision": precision, "clip": clip, "one_pass": True}
         model, optimizer = prepared(place or {"optimizer": "host"}, **options)
         filling: Any = Filled(lasting, *later) if lasting else None
@@ -112,6 +120,8 @@ def updated_through_the_device(
         yield model, optimizer
         if Engine.is_on(model):
             zf.close(model, gather=False)
+        if late is not None:
+            late.close()
 
 
 def backward(model: torch.nn.Module, step: int, factor: float = 1.0) -> None:

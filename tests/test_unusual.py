@@ -446,3 +446,45 @@ def gathered_after_a_step() -> tuple[int, int]:
 def test_frozen_parameters_are_not_fetched_again(ranks: Any) -> None:
     for sent, expected in ranks(2, gathered_after_a_step):
         assert sent <= expected + 128
+
+
+class Interrupted(nn.Module):
+    """Whose forward is interrupted once, as by Ctrl-C in a notebook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.is_next = nn.Linear(8, 8), nn.Linear(8, 8), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.is_next:
+            self.is_next = False
+            raise KeyboardInterrupt
+        return self.second(x)
+
+
+def interrupted(stage: int, precision: str | None) -> tuple[list[bool], int]:
+    found, live = [], 0
+    for where in (None, 0, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(Interrupted(), Interrupted())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zf.prepare(model, optimizer, stage=stage, precision=precision, units=Interrupted)
+        for step in range(3):
+            if step == 1 and where is not None:
+                model[where].is_next = True
+                with pytest.raises(KeyboardInterrupt):
+                    model(torch.ones(2, 8))
+            model(torch.full((2, 8), float(step))).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        live = max(live, Engine.of(model).schedule.live)
+        found.append([zf.full(p) for p in model.parameters()])
+        zf.close(model)
+    return [all(map(torch.equal, each, found[0])) for each in found], live
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_forward_that_was_interrupted_leaves_the_model_usable(ranks: Any, stage: int, precision: str | None) -> None:
+    assert ranks(1, interrupted, stage, precision) == [([True] * 3, 0)]

@@ -188,6 +188,10 @@ class Hooks:
         return True
 
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if unit is self.schedule.root and self._calls.running and not in_backward() and not _is_inside(unit.module):
+            # Ctrl-C in an earlier forward: torch calls hooks behind exceptions, and that is none to it.
+            self._calls = Calls()
+            self.schedule.forget_forward()
         if unit is self.schedule.root and not self._calls.running:
             self._calls.inner = None  # whatever came before has ended, or raised
         call = UnitCall(unit)
@@ -405,6 +409,16 @@ class Hooks:
         for call in self._begun:
             call.begun = call.ended = False
         self._begun.clear()
+
+
+def _is_inside(module: nn.Module) -> bool:
+    """Whether a call of the module is under way around the one that begins."""
+    frame, calls = sys._getframe(), 0
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
+            calls += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > 1
 
 
 def _is_leaf_with_grad(value: Any) -> bool:

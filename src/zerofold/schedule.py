@@ -126,6 +126,11 @@ class Schedule:
         if self.clock.tape is not None:
             self.clock.tape.take_sample(self.root)  # without what was gathered
 
+    def forget_forward(self) -> None:
+        """One that was interrupted: its units are in use no more."""
+        self._in_forward.clear()
+        self.release_all()
+
     def end_accumulation(self) -> None:
         self.retraces = False
         self._in_forward.clear()

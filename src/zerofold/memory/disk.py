@@ -15,6 +15,7 @@ import errno
 import mmap
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
@@ -83,9 +84,9 @@ class DiskStore:
 
     @property
     def _map(self) -> mmap.mmap:
-        if self._file.map is None:
+        if not self._file.maps:
             raise DiskError(errno.EBADF, f"{self.path}: the store is closed")
-        return self._file.map
+        return self._file.maps[-1]
 
     @property
     def path(self) -> str:
@@ -126,6 +127,15 @@ class DiskStore:
                 f"no room for {label}: {wanted:,} bytes in one piece wanted, {self._space.largest:,} of "
                 f"{self._space.free:,} free bytes of {self.path} are in one piece; make the store larger",
             )
+
+    def make_room(self, nbytes: int) -> None:
+        """The file grows where it has no room for so many bytes in one piece."""
+        wanted = whole_pages(nbytes)
+        with self._lock:
+            if wanted > self._space.largest:
+                self._file.grow(wanted)
+                self._space.grow(wanted)
+                self.nbytes += wanted
 
     def give(self, extent: Extent) -> None:
         """Takes the room back, after the requests on it; tensors of it must not be used any more."""
@@ -168,7 +178,9 @@ class DiskStore:
         """Lets go of the memory that reading and changing the tensor took; the bytes stay in the file."""
         self.flush(extent)  # pages that are not yet in the file could not be let go
         if extent.nbytes:
-            self._map.madvise(mmap.MADV_DONTNEED, extent.offset, extent.nbytes)
+            for each in self._file.maps:
+                if extent.end <= len(each):
+                    each.madvise(mmap.MADV_DONTNEED, extent.offset, extent.nbytes)
             os.posix_fadvise(self._file.fd, extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
 
     def changed(self, extent: Extent) -> None:
@@ -217,12 +229,16 @@ class DiskStore:
     def _write_manifest(self) -> None:
         """At the first request after the layout changed: models take hundreds of extents one after the other."""
         with self._lock:
-            if self._manifest_is_old:
+            if not self._manifest_is_old:
+                return
+            self._manifest_is_old = False
+            try:
                 self._file.write_manifest(
                     {"label": label, "offset": extent.offset, "bytes": extent.nbytes}
                     for extent, label in self._space.taken
                 )
-                self._manifest_is_old = False
+            except DiskError as error:  # others have filled the disk since; states have their room from the start
+                warnings.warn(f"{error}; states are not concerned", stacklevel=4)
 
 
 def _pieces(extent: Extent) -> Iterator[tuple[int, int]]:

@@ -51,7 +51,8 @@ class WorkFile:
     def __init__(self, folder: str | os.PathLike[str], nbytes: int, rank: int) -> None:
         self.folder = Path(folder)
         self.size = PAGE + whole_pages(nbytes)
-        self.map: mmap.mmap | None = None
+        self.maps: list[mmap.mmap] = []
+        """The whole file, last; before it what was the whole before the file grew, for the tensors made then."""
         self.tag = secrets.token_hex(8)
         self.path = self.folder / f"zerofold-rank{rank}-pid{os.getpid()}-{self.tag}.states"
         self.manifest = self.path.with_name(self.path.name + ".json")
@@ -79,7 +80,7 @@ class WorkFile:
             os.posix_fallocate(self.fd, 0, self.size)
             self.write_manifest([])
             self.is_direct = self._go_direct()
-            self.map = mmap.mmap(self.fd, self.size)
+            self.maps.append(mmap.mmap(self.fd, self.size))
         except BaseException as error:
             self.remove()
             if isinstance(error, OSError) and not isinstance(error, DiskError):
@@ -98,12 +99,25 @@ class WorkFile:
     def remove(self) -> None:
         for path in (self.path, self.manifest, self.manifest.with_name(self.manifest.name + ".new")):
             path.unlink(missing_ok=True)
-        self.map = None  # gone from memory with the last tensor of it, and only then is the room free
+        self.maps = []  # gone from memory with the last tensor of them, and only then is the room free
         os.close(self.fd)
+
+    def grow(self, nbytes: int) -> None:
+        """Room for so many bytes more, at the end; requests may be under way."""
+        more = whole_pages(nbytes)
+        if not self.is_whole():
+            raise DiskError(errno.EIO, f"{self.path} has no longer its {self.size:,} bytes, somebody changed it")
+        try:
+            os.posix_fallocate(self.fd, self.size, more)
+            self.maps.append(mmap.mmap(self.fd, self.size + more))
+        except OSError as error:
+            os.ftruncate(self.fd, self.size)
+            raise self._refusal(f"{more:,} bytes more could not be reserved", error) from error
+        self.size += more
 
     def is_whole(self) -> bool:
         """False if somebody cut the file: a later write would lengthen it again, with zeros where states were."""
-        return os.fstat(self.fd).st_size == self.size
+        return os.fstat(self.fd).st_size >= self.size
 
     def _check_room(self, patience: float) -> None:
         until = time.monotonic() + patience

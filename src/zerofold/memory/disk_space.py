@@ -26,6 +26,8 @@ class Space:
     Extent(offset=0, nbytes=50)
     >>> space.holder(70, 10)
     (Extent(offset=60, nbytes=40), 'b')
+    >>> space.grow(20); space.take(15, "d")
+    Extent(offset=100, nbytes=15)
     """
 
     def __init__(self, start: int, nbytes: int) -> None:
@@ -39,6 +41,11 @@ class Space:
     @property
     def largest(self) -> int:
         return max((gap.nbytes for gap in self._gaps), default=0)
+
+    def grow(self, nbytes: int) -> None:
+        """At the end."""
+        ends = [*(gap.end for gap in self._gaps[-1:]), *(extent.end for extent, _ in self._taken[-1:])]
+        self._free(Extent(max(ends), nbytes))
 
     @property
     def taken(self) -> list[tuple[Extent, str]]:
@@ -58,6 +65,9 @@ class Space:
         if index == len(self._taken) or self._taken[index][0] != extent:
             raise ValueError(f"{extent} is not taken: it was given back before, or is of another store")
         del self._taken[index]
+        self._free(extent)
+
+    def _free(self, extent: Extent) -> None:
         bisect.insort(self._gaps, extent)
         merged: list[Extent] = []
         for gap in self._gaps:

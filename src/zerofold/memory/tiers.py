@@ -43,6 +43,7 @@ class TierMemory:
             block, extent = self.arena.take(nbytes), None
         else:
             assert self.disk is not None, "no disk was planned for this model"
+            self.disk.make_room(nbytes)  # parameters that are unfrozen later are in no plan
             extent = self.disk.take(nbytes, f"{label}: {state}")
             block = self.disk.tensor(extent)
             if self._was_used:
