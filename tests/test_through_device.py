@@ -81,7 +81,7 @@ class Filled:
         self._changes = [chunks // 2, chunks - chunks // 2, *later]
         self.told: list[tuple[int, int]] = []
 
-    def change(self, absent: int) -> int:
+    def change(self) -> int:
         return self._changes.pop(0) if self._changes else 0
 
     def changed(self, count: int, wanted: int) -> None:
@@ -170,7 +170,7 @@ def filled_by(memory: FakeMemory, limit: int, steps: Sequence[int], given: int =
     filling, found = slots.Filling(torch.device("cuda", 0), limit * memory.slot), []
     for used in steps:
         memory.step(used + given)
-        found.append(filling.change(0))
+        found.append(filling.change())
         filling.changed(found[-1], found[-1])
         given += found[-1]
     return filling, found
@@ -357,6 +357,50 @@ def test_parking_lets_go_of_the_memory_of_an_update(ranks: Any, ahead: int, earl
     assert before == after > through_device.SLOTS
 
 
+def parked_and_back_to_less(ahead: int, early: bool, lasting: int, room: int) -> tuple[bool, list[int]]:
+    """Somebody else has taken all but so many slots meanwhile; where that is too few, he lets go of them after that."""
+    found, there = [], []
+    for parks in (False, True):
+        with (
+            updated_through_the_device(1.0, clip=1e9, ahead=ahead, early=early, lasting=lasting) as (model, optimizer),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            train(model, optimizer, 4)
+            updates: Any = Engine.of(model).updates
+            if parks:
+                zf.offload_states(model)
+                zf.reload_states(model)
+                made = iter(range(room))
+
+                def slot(*given: Any, made: Iterator[int] = made) -> Any:
+                    if next(made, None) is None:
+                        raise torch.OutOfMemoryError("CUDA out of memory")
+                    return slots.Slot(*given)
+
+                patch.setattr(through_device, "Slot", slot)
+                if room < 2:
+                    backward(model, 4)
+                    assert "CUDA out of memory" in raised(optimizer.step)
+                    optimizer.zero_grad()
+                    patch.undo()
+            train(model, optimizer, 3, first=4)
+            updates.finish()
+            there.append(slots_of(updates))
+            found.append(states(model, optimizer))
+    return all(map(torch.equal, *found)), there
+
+
+@pytest.mark.parametrize(("ahead", "early", "lasting"), [(0, False, 10), (6, True, 0), (6, False, 0)])
+@pytest.mark.parametrize("room", [1, 2, 8])
+def test_an_update_makes_do_with_the_memory_that_is_left_after_parking(
+    ranks: Any, ahead: int, early: bool, lasting: int, room: int
+) -> None:
+    ((equal, (before, after)),) = ranks(1, parked_and_back_to_less, ahead, early, lasting, room)
+    assert equal
+    assert before == through_device.SLOTS + ahead + lasting
+    assert after == (before if room < 2 else min(room, through_device.SLOTS))
+
+
 def fewer_after_parking(after: int) -> tuple[bool, int]:
     """Less memory for states that stay, in the step after they were away, or in the one after that."""
     found = []
@@ -378,15 +422,6 @@ def fewer_after_parking(after: int) -> tuple[bool, int]:
 @pytest.mark.parametrize("after", [0, 1])
 def test_fewer_states_stay_after_parking(ranks: Any, after: int) -> None:
     assert ranks(1, fewer_after_parking, after) == [(True, 7)]
-
-
-def test_memory_that_will_be_taken_again_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another model may have some of it by then."""
-    memory = FakeMemory(monkeypatch)
-    filling, found = filled_by(memory, 160, [120] * 6)
-    assert sum(found) == 31
-    memory.step(130 - 20)
-    assert [filling.change(absent) for absent in (0, 31, 50)] == [0, 0, -8]
 
 
 def looked_at_whole() -> list[str]:

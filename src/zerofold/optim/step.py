@@ -49,7 +49,7 @@ class Step:
         if engine.replicas is not None and self._optimizer is engine.optimizers[0]:
             engine.replicas.before_step()
         if engine.updates is not None:
-            engine.updates.finish_last()  # while the device is still in backward: below, it would wait for this
+            engine.updates.get_ready()  # while the device is still in backward: below, it would wait for this
         gradients = Gradients(engine)
         gradients.of(self._parameters()).refuse_used_up()
         info = self._judge(gradients)

@@ -57,12 +57,12 @@ class Filling:
         self._expected = 0  # to be reserved by a step like the fullest, with what was given since
         self._is_full = False
 
-    def change(self, absent: int) -> int:
+    def change(self) -> int:
         """In every step but the first, whose gradients were not on the device yet: for how many chunks there is room
-        now, or, below 0, how many are too many. `absent`: chunks whose memory was let go of, to be taken again."""
+        now, or, below 0, how many are too many."""
         if not self._is_full:  # it takes a while to look
             self._bound = self._limit - max(_largest_segment(self._device), self._limit // 20)
-        over = torch.cuda.memory_reserved(self._device) + absent * _state_bytes() - self._bound
+        over = torch.cuda.memory_reserved(self._device) - self._bound
         if over > 0 and self._given:
             return -min(-(-over // _state_bytes()), self._given // _state_bytes())
         if self._is_full:

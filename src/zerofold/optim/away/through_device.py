@@ -33,6 +33,7 @@ from zerofold.optim.away.slots import IsDown, Slot
 from zerofold.optim.onepass import adam
 
 SLOTS = 4  # chunks on their way at once
+_LEAST = 2  # with which an update gets by: an early one has two
 
 
 class _Early(NamedTuple):
@@ -64,11 +65,12 @@ class DeviceUpdate:
         self._kernel, self._copies, self._down = (torch.cuda.Stream(device) for _ in range(3))
         self._slots = deque(Slot(device, up) for _ in range(SLOTS + ahead))  # free the longest first
         self.owed = 0
-        """Slots that are made when the next one is wanted."""
+        """Slots that the next step makes again."""
         self._staged: dict[tuple[object, int, int], Slot] = {}
         self._early: dict[tuple[object, int, int], _Early] = {}
         self._lasting: dict[tuple[object, int, int], _Lasting] = {}
-        self._most_lasting = 0
+        self.most_lasting = 0
+        """Chunks that may stay."""
         self._may_last: frozenset[object] = frozenset()  # slabs
         self.stood = 0  # elements of this step that were updated early
         # Of this step, as many as can wait for the next, without their gradients; and when each is down.
@@ -92,7 +94,7 @@ class DeviceUpdate:
         torch.cuda.set_device(self._device)
         self._first, self._has_run, self.stood = [], False, 0
         self._slots.extend(more)
-        self._most_lasting += len(more)
+        self.most_lasting += len(more)
         self._may_last = may_last
         self._free([key for key in self._lasting if key[0] not in may_last])
         for key in [key for key in self._staged if key[0] in changed]:
@@ -136,6 +138,8 @@ class DeviceUpdate:
 
     def run_early(self, chunk: Chunk, work: str) -> None:
         """Under backward, when its gradients are there. They may still change: `work` is what they were."""
+        if self.owed:  # the step takes it again
+            return
         torch.cuda.set_device(self._device)
         self._clear_way(chunk)  # of a backward before this one
         before = self._early.pop(chunk.key, None)
@@ -186,11 +190,9 @@ class DeviceUpdate:
 
     def fewer(self, count: int) -> None:
         """So many chunks less stay from now on, and their memory is nobody's any more."""
-        self._most_lasting -= count
-        self._free(list(self._lasting)[self._most_lasting :])
-        absent = min(count, self.owed)
-        self.owed -= absent
-        for _ in range(count - absent):
+        self.most_lasting -= count
+        self._free(list(self._lasting)[self.most_lasting :])
+        for _ in range(count):
             self._slots.pop().free.finish()
 
     def let_go(self) -> None:
@@ -202,6 +204,20 @@ class DeviceUpdate:
         self.owed += len(self._slots)
         while self._slots:
             self._slots.pop().free.finish()
+
+    def take_again(self) -> None:
+        """What was let go of. Where somebody else has some of it by now, only what an update needs: no chunk stays or
+        waits any more, and what they would have is for activations."""
+        while self.owed:
+            try:
+                self._slots.append(Slot(self._device, self._up))
+                self.owed -= 1
+            except torch.OutOfMemoryError:
+                if len(self._slots) < _LEAST:
+                    raise
+                self.owed = self.most_lasting = self._ahead = 0
+                while len(self._slots) > SLOTS:
+                    self._slots.pop()
 
     def _free(self, keys: Sequence[tuple[object, int, int]]) -> None:
         """The host has the states of these chunks, and others may have their memory."""
@@ -270,7 +286,7 @@ class DeviceUpdate:
             usable = self._kernel.record_event()
             self._times[1].record(self._kernel)
         usable = self._send_copies(chunk, copies, usable)
-        has_room = chunk.key in self._lasting or len(self._lasting) < self._most_lasting
+        has_room = chunk.key in self._lasting or len(self._lasting) < self.most_lasting
         if has_room and chunk.slab in self._may_last:
             # Without its gradients, whose memory the next backward wants.
             self._lasting[chunk.key] = _Lasting(replace(chunk, pieces=()), slot, usable)
@@ -326,9 +342,6 @@ class DeviceUpdate:
         return self._staged.pop(chunk.key, None) if lasting is None else lasting.slot
 
     def _take_slot(self) -> Slot:
-        for _ in range(self.owed):
-            self._slots.append(Slot(self._device, self._up))
-            self.owed -= 1
         slot = self._slots.popleft()
         slot.free.finish()
         return slot

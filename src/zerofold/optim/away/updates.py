@@ -220,9 +220,8 @@ class AwayUpdates:
         filling, through = self.way.filling, self._through
         if filling is None or through is None or not any(slab in self._versions for slab, _, _ in work):
             return []  # the first step of these slabs
-        # Without a copy, forward computes with what the host has.
-        staying = [slab for slab in self._streaming if slab.copy_of_shard is not None]
-        wanted = min(filling.change(through.owed), sum(map(count_of_chunks, staying)) - self._lasting)
+        most = sum(count_of_chunks(slab) for slab in self._streaming if slab.copy_of_shard is not None)
+        wanted = min(filling.change(), most - self._lasting)
         if wanted < 0:
             self._device_worker.submit(partial(through.fewer, -wanted)).wait()
         if wanted:
@@ -231,16 +230,19 @@ class AwayUpdates:
         with suppress(torch.OutOfMemoryError):  # somebody else has it
             for _ in range(wanted):
                 slots.append(Slot(self._device, self._up))
-        changed = len(slots) if wanted > 0 else wanted
+        self._change_lasting(filling, len(slots) if wanted > 0 else wanted, wanted)
+        return slots
+
+    def _change_lasting(self, filling: Filling, changed: int, wanted: int) -> None:
         filling.changed(changed, wanted)
         self._lasting += changed
         self._special, chunks = [], self._lasting
-        for slab in staying:
+        for slab in self._streaming:
             if chunks <= 0:
                 break
-            self._special.append(slab)
-            chunks -= count_of_chunks(slab)
-        return slots
+            if slab.copy_of_shard is not None:  # without one, forward computes with what the host has
+                self._special.append(slab)
+                chunks -= count_of_chunks(slab)
 
     def finish(self) -> None:
         """Returns when all states are what the last step makes of them, where they live; raises what went wrong on the
@@ -250,6 +252,16 @@ class AwayUpdates:
         self.finish_last()
         if self._through is not None and self._lasting:
             self._device_worker.submit(self._through.bring_down).wait()
+
+    def get_ready(self) -> None:
+        """For a step: what it lacks is to be lacking before anything is changed."""
+        self.finish_last()
+        through, filling = self._through, self.way.filling
+        if through is not None and through.owed:
+            self._device_worker.submit(through.take_again).wait()
+            lost = self._lasting - through.most_lasting
+            if filling is not None and lost:
+                self._change_lasting(filling, -lost, -lost)
 
     def let_go(self) -> None:
         """Of the device's memory, until the next update; all states are where they live."""
