@@ -127,7 +127,7 @@ def test_many_requests_at_once_see_each_other_in_order(tmp_path: Path) -> None:
                 requests.append(store.write(extent.offset + start, memory))
                 plain[start:end] = memory
             else:
-                requests.append(store.read(extent.offset + start, memory, first=random.random() < 0.3))
+                requests.append(store.read(extent.offset + start, memory))
                 expected.append((memory, plain[start:end].clone()))
         for request in requests:
             request.wait()
@@ -151,17 +151,14 @@ def test_reads_do_not_wait_behind_writes(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "preadv", noted_read)
     with DiskStore(tmp_path, 1 << 20, threads=1, block=PAGE) as store:
         order.clear()
-        a, b, c = (store.take(8 * PAGE, name) for name in "abc")
+        a, b = (store.take(8 * PAGE, name) for name in "ab")
         source, back = pages(8 * PAGE), pages(8 * PAGE)
         writing = store.write(a.offset, source)
         reading = store.read(b.offset, back)
-        urgent = store.read(c.offset, back[:PAGE], first=True)
-        urgent.wait()
         reading.wait()
         writing.wait()
         kinds = ["write" if step == "write" else "read" for step in order[:14]]
         assert all(one != other for one, other in itertools.pairwise(kinds))
-        assert order.index(c.offset) < order.index(b.offset + 2 * PAGE)
 
 
 def test_memory_and_ranges_that_cannot_be_used_are_named(store: DiskStore) -> None:
@@ -257,6 +254,16 @@ def test_a_file_grows_under_tensors_and_requests(tmp_path: Path, monkeypatch: py
             store.make_room(9 * PAGE)
         assert os.stat(store.path).st_size == PAGE + store.nbytes
     assert not list(tmp_path.iterdir())
+
+
+def test_a_store_grows_to_its_limit_and_says_what_would_go_beyond(tmp_path: Path) -> None:
+    with DiskStore(tmp_path, 4 * PAGE, most=12 * PAGE) as store:
+        store.take(4 * PAGE, "states")
+        store.make_room(8 * PAGE)
+        store.take(8 * PAGE, "of what was unfrozen")
+        with pytest.raises(DiskError, match=f"4,096 bytes more, .* would be over disk_limit={12 * PAGE}: raise it"):
+            store.make_room(1)
+        assert store.nbytes == 12 * PAGE
 
 
 def test_a_store_that_nobody_closed_takes_its_file_along(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def _memory(plan: Plan, wish: Offload, device: torch.device, rank: int, units: i
         return TierMemory(device, arena, None)
     assert wish.path is not None
     room = on_disk + _EXTENTS * units * PAGE * 4
-    return TierMemory(device, arena, DiskStore(wish.path, room, rank=rank, checksums=wish.checksums))
+    store = DiskStore(wish.path, room, rank=rank, checksums=wish.checksums, most=wish.disk_limit)
+    return TierMemory(device, arena, store)
 
 
 def _size(

@@ -67,12 +67,14 @@ class DiskStore:
         threads: int = 4,
         block: int = 8 * 2**20,
         checksums: bool = False,
+        most: int | None = None,
     ) -> None:
+        """`most`: bytes to which it may grow."""
         if nbytes <= 0 or threads <= 0 or block <= 0 or block % PAGE:
             raise ValueError(
                 f"nbytes={nbytes}, threads={threads}, block={block}: all must be positive, block a multiple of {PAGE}"
             )
-        self.nbytes = whole_pages(nbytes)
+        self.nbytes, self._most = whole_pages(nbytes), most
         self._block = block
         self._file = WorkFile(folder, nbytes, rank)
         self._space = Space(PAGE, self.nbytes)
@@ -133,6 +135,12 @@ class DiskStore:
         wanted = whole_pages(nbytes)
         with self._lock:
             if wanted > self._space.largest:
+                if self._most is not None and self.nbytes + wanted > self._most:
+                    raise DiskError(
+                        errno.EDQUOT,
+                        f"{self.path}: {wanted:,} bytes more, for parameters unfrozen or added since, would be over "
+                        f"disk_limit={self._most}: raise it, or train them from the start, so that the plan knows them",
+                    )
                 self._file.grow(wanted)
                 self._space.grow(wanted)
                 self.nbytes += wanted
@@ -158,16 +166,16 @@ class DiskStore:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=extent.nbytes, offset=extent.offset)
 
-    def read(self, offset: int, into: Tensor, *, first: bool = False) -> Request:
-        """Fills `into` from the file at `offset`; with `first`, before all other reads that wait."""
-        return self._request(offset, into, is_write=False, first=first)
+    def read(self, offset: int, into: Tensor) -> Request:
+        """Fills `into` from the file at `offset`."""
+        return self._request(offset, into, is_write=False)
 
     def write(self, offset: int, source: Tensor) -> Request:
         """Writes `source`, which must not change before the request is done, to the file at `offset`.
 
         A last page that `source` does not fill must be the last of the extent: its rest is overwritten.
         """
-        return self._request(offset, source, is_write=True, first=False)
+        return self._request(offset, source, is_write=True)
 
     def flush(self, extent: Extent) -> None:
         """Brings what was changed through the tensor to the file."""
@@ -200,7 +208,7 @@ class DiskStore:
     ) -> None:
         self.close()
 
-    def _request(self, offset: int, tensor: Tensor, *, is_write: bool, first: bool) -> Request:
+    def _request(self, offset: int, tensor: Tensor, *, is_write: bool) -> Request:
         kind, nbytes = ("write" if is_write else "read"), tensor.nbytes
         extent, label = self._check_held(offset, nbytes, kind)
         what = f"{kind} of {label} ({nbytes:,} bytes at {offset:,} of {self.path})"
@@ -208,7 +216,7 @@ class DiskStore:
             raise ValueError(f"the {what}: the offset is no multiple of {PAGE}")
         if is_write and nbytes % PAGE and offset + whole_pages(nbytes) != extent.end:
             raise ValueError(f"the {what}: {nbytes:,} is no multiple of {PAGE} and the extent goes on behind it")
-        request = Request(self._queue, what, keep=self, is_write=is_write, first=first)
+        request = Request(self._queue, what, keep=self, is_write=is_write)
         if not nbytes:
             request.set_done()
             return request

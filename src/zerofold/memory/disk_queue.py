@@ -25,10 +25,9 @@ STUCK_SECONDS = 60.0  # without one finished block
 class Request:
     """A read or write under way; `wait` returns when all of it is done and raises DiskError if it failed."""
 
-    def __init__(self, queue: BlockQueue, what: str, *, keep: object, is_write: bool, first: bool = False) -> None:
+    def __init__(self, queue: BlockQueue, what: str, *, keep: object, is_write: bool) -> None:
         self.what = what
         self.is_write = is_write
-        self.first = first
         self.blocks: list[Block] = []  # hold the caller's memory until the request is done
         self.error: DiskError | None = None
         self.unfinished = 0  # blocks
@@ -145,11 +144,7 @@ class BlockQueue:
                 thread.join()
 
     def _admit(self, request: Request) -> None:
-        waiting = self._waiting[request.is_write]
-        if request.first:
-            waiting.extendleft((request, block) for block in reversed(request.blocks))
-        else:
-            waiting.extend((request, block) for block in request.blocks)
+        self._waiting[request.is_write].extend((request, block) for block in request.blocks)
         self._changed.notify(len(request.blocks))
 
     def _next(self) -> tuple[Request, Block] | None:
