@@ -28,9 +28,10 @@ from zerofold.plan.ground import Ground, ground_of
 from zerofold.plan.held import UPDATE_RING
 from zerofold.plan.machine import Machine
 from zerofold.plan.memory import memory
+from zerofold.plan.pipelining import in_flight
 from zerofold.plan.point import Memory, Point, Prediction
 from zerofold.plan.predict import lacks, predict
-from zerofold.plan.shape import ModelShape
+from zerofold.plan.shape import Activity, ModelShape
 from zerofold.plan.space import ROWS, Space
 from zerofold.plan.times import times
 from zerofold.plan.waits import Waits
@@ -121,6 +122,7 @@ class Search:
     tried: int = 0
     _heap: list[_Entry] = field(default_factory=list)
     _grounds: dict[int, Ground] = field(default_factory=dict)
+    _activities: dict[Hashable, Activity] = field(default_factory=dict)
     _too_large: dict[Hashable, int] = field(default_factory=dict)
     """Of points that differ in nothing else: the least micro-batch that is known not to fit."""
 
@@ -161,7 +163,7 @@ class Search:
     def _open(self, entry: _Entry) -> None:
         number = entry.place[0]
         ground = self._grounds[number]
-        if not activations_fit(ground, self.space.model, entry.point, self.space.machine):
+        if not activations_fit(ground, self._activity(entry.point), entry.point, self.space.machine):
             return
         for index, point in enumerate(self.space.members(entry.point)):
             chosen = row(point.stage)
@@ -177,6 +179,15 @@ class Search:
             else:
                 bound = self._seconds(point, number, None)
             heapq.heappush(self._heap, _Entry(bound, (number, index), not point.auto, point))
+
+    def _activity(self, point: Point) -> Activity:
+        """Which batches have in common, as long as as many of them are on their way at once."""
+        kept = point.checkpoint_every, point.checkpoints_on, point.partition, point.contiguous_checkpoints
+        cut = point.tensor, point.pipeline, point.sequence_parallel, point.loss_parallel
+        key = kept, cut, in_flight(point)
+        if key not in self._activities:
+            self._activities[key] = activity_of(self.space.model, point)
+        return self._activities[key]
 
     def _seconds(self, point: Point, number: int, held: Memory | None) -> float:
         """Of a sample, weighed."""
@@ -273,10 +284,10 @@ def _beside(held: Memory) -> int:
     return sum(held.device[line] for line in _BESIDE)
 
 
-def activations_fit(ground: Ground, model: ModelShape, group: Point, machine: Machine) -> bool:
+def activations_fit(ground: Ground, activity: Activity, group: Point, machine: Machine) -> bool:
     """Whether there is room for activations at their peak beside the largest unit, which is there to be computed with,
     whatever the row and the tiers."""
-    alive = greatest(moment.alive.at(group.micro_batch) for moment in activity_of(model, group).moments)
+    alive = greatest(moment.alive.at(group.micro_batch) for moment in activity.moments)
     largest = max(unit.parameters for unit in ground.units) * ground.widths.compute
     return alive + largest <= machine.device_memory + ROUNDING
 
