@@ -303,9 +303,9 @@ def hugging_face(name: str, precision: str | None) -> float:
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt2_checkpointed"])
 def test_hugging_face_models(ranks: Any, name: str, precision: str | None) -> None:
-    """GPT-2's tied embedding adds up in another order."""
+    """GPT-2's tied embedding adds up in another order: two units in the last place of weights near 1."""
     (difference,) = ranks(1, hugging_face, name, precision)
-    assert difference <= (0.0 if name == "llama" else 1e-7 if precision is None else 5e-3)
+    assert difference <= (0.0 if name == "llama" else 2**-22 if precision is None else 5e-3)
 
 
 class Counting(nn.Module):
