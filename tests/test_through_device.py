@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -285,6 +285,18 @@ def test_what_was_changed_between_steps_comes_up_again(ranks: Any) -> None:
     assert ranks(1, changed_between_steps) == [True]
 
 
+def slots_for(room: int) -> Callable[..., slots.Slot]:
+    """Of a device with memory for so many."""
+    left = iter(range(room))
+
+    def slot(*given: Any) -> slots.Slot:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return slots.Slot(*given)
+
+    return slot
+
+
 def memory_of_chunks() -> list[list[int]]:
     """On the device after each step: with fewer of them later, and with none left for the third."""
     found = []
@@ -294,14 +306,7 @@ def memory_of_chunks() -> list[list[int]]:
             pytest.MonkeyPatch.context() as patch,
         ):
             updates: Any = Engine.of(model).updates
-            room = iter(range(slots_there))
-
-            def slot(*given: Any, room: Iterator[int] = room) -> Any:
-                if next(room, None) is None:
-                    raise torch.OutOfMemoryError("CUDA out of memory")
-                return slots.Slot(*given)
-
-            patch.setattr("zerofold.optim.away.updates.Slot", slot)
+            patch.setattr("zerofold.optim.away.updates.Slot", slots_for(slots_there))
             taken = []
             for step in range(6):
                 train(model, optimizer, 1, first=step)
@@ -332,16 +337,26 @@ def test_gradients_stay_as_long_as_their_states_do(ranks: Any) -> None:
     assert ranks(1, gradients_that_stay) == [[0, 2, 3, 0]]
 
 
-def parked_and_back(ahead: int, early: bool, lasting: int) -> tuple[bool, list[int]]:
+def parked_and_back(ahead: int, early: bool, lasting: int, room: int = 99) -> tuple[bool, list[int]]:
+    """`room`: slots that somebody else has left meanwhile; where these are too few, he lets go of them after that."""
     found, there = [], []
     for parks in (False, True):
-        with updated_through_the_device(1.0, clip=1e9, ahead=ahead, early=early, lasting=lasting) as (model, optimizer):
+        with (
+            updated_through_the_device(1.0, clip=1e9, ahead=ahead, early=early, lasting=lasting) as (model, optimizer),
+            pytest.MonkeyPatch.context() as patch,
+        ):
             train(model, optimizer, 4)
             updates: Any = Engine.of(model).updates
             if parks:
                 zf.offload_states(model)
                 there.append(updates.nbytes_on_device)
                 zf.reload_states(model)
+                patch.setattr(through_device, "Slot", slots_for(room))
+                if room < 2:
+                    backward(model, 4)
+                    assert "CUDA out of memory" in raised(optimizer.step)
+                    optimizer.zero_grad()
+                    patch.undo()
             train(model, optimizer, 3, first=4)
             updates.finish()
             there.append(slots_of(updates))
@@ -357,45 +372,12 @@ def test_parking_lets_go_of_the_memory_of_an_update(ranks: Any, ahead: int, earl
     assert before == after > through_device.SLOTS
 
 
-def parked_and_back_to_less(ahead: int, early: bool, lasting: int, room: int) -> tuple[bool, list[int]]:
-    """Somebody else has taken all but so many slots meanwhile; where that is too few, he lets go of them after that."""
-    found, there = [], []
-    for parks in (False, True):
-        with (
-            updated_through_the_device(1.0, clip=1e9, ahead=ahead, early=early, lasting=lasting) as (model, optimizer),
-            pytest.MonkeyPatch.context() as patch,
-        ):
-            train(model, optimizer, 4)
-            updates: Any = Engine.of(model).updates
-            if parks:
-                zf.offload_states(model)
-                zf.reload_states(model)
-                made = iter(range(room))
-
-                def slot(*given: Any, made: Iterator[int] = made) -> Any:
-                    if next(made, None) is None:
-                        raise torch.OutOfMemoryError("CUDA out of memory")
-                    return slots.Slot(*given)
-
-                patch.setattr(through_device, "Slot", slot)
-                if room < 2:
-                    backward(model, 4)
-                    assert "CUDA out of memory" in raised(optimizer.step)
-                    optimizer.zero_grad()
-                    patch.undo()
-            train(model, optimizer, 3, first=4)
-            updates.finish()
-            there.append(slots_of(updates))
-            found.append(states(model, optimizer))
-    return all(map(torch.equal, *found)), there
-
-
 @pytest.mark.parametrize(("ahead", "early", "lasting"), [(0, False, 10), (6, True, 0), (6, False, 0)])
 @pytest.mark.parametrize("room", [1, 2, 8])
 def test_an_update_makes_do_with_the_memory_that_is_left_after_parking(
     ranks: Any, ahead: int, early: bool, lasting: int, room: int
 ) -> None:
-    ((equal, (before, after)),) = ranks(1, parked_and_back_to_less, ahead, early, lasting, room)
+    ((equal, (before, _, after)),) = ranks(1, parked_and_back, ahead, early, lasting, room)
     assert equal
     assert before == through_device.SLOTS + ahead + lasting
     assert after == (before if room < 2 else min(room, through_device.SLOTS))

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -413,11 +414,12 @@ class Hooks:
 
 def _is_inside(module: nn.Module) -> bool:
     """Whether a call of the module is under way around the one that begins."""
-    frame, calls = sys._getframe(), 0
+    frame: FrameType | None = sys._getframe()
+    calls = 0
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
             calls += 1
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return calls > 1
 
 

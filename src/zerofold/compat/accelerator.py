@@ -120,6 +120,8 @@ class Accelerator(Ranks, Saved, Gathering):
         Gathering.__init__(self)
 
     def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):  # a property whose own code raised: that error is the one to tell
+            return object.__getattribute__(self, name)
         raise AttributeError(f"zf.Accelerator has no {name!r}; {OF_ACCELERATE}")
 
     # preparing

@@ -140,9 +140,8 @@ def _share(inputs: Any, rank: int, ranks: int, *, padded: bool) -> Any:
     if missing <= 0:
         return share
     last = share[-1:]
-    return (
-        torch.cat([share, last]) if isinstance(share, torch.Tensor) else share + last
-    )  # never more than one is missing
+    # Never more than one is missing.
+    return torch.cat([share, last]) if isinstance(share, torch.Tensor) else share + last
 
 
 @contextmanager

@@ -71,11 +71,9 @@ def _held(optimizers: Optimizers) -> Any:
 
 def _cut(options: StateDictOptions | None) -> StateDictOptions | None:
     """The same without what is done here, when all is known that is to be whole."""
-    return (
-        options
-        if options is None or not options.full_state_dict
-        else replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
-    )
+    if options is None or not options.full_state_dict:
+        return options
+    return replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
 
 
 def _shown(state: Any, options: StateDictOptions | None) -> dict[str, Any]:
