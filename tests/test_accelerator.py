@@ -529,3 +529,16 @@ def of_accelerate(case: str) -> None:
 def test_what_is_accelerates_alone_is_told(ranks: Any, case: str, words: str) -> None:
     (said,) = ranks(1, raised, of_accelerate, case)
     assert words in said
+
+
+def test_an_error_inside_a_property_is_not_taken_for_a_missing_name() -> None:
+    class Odd(zf.Accelerator):
+        @property
+        def own(self) -> int:
+            raise AttributeError("of its own code")
+
+    accelerator = Odd.__new__(Odd)
+    with pytest.raises(AttributeError, match="of its own code"):
+        _ = accelerator.own
+    with pytest.raises(AttributeError, match="zf.Accelerator has no 'own_too'"):
+        _ = accelerator.own_too

@@ -544,3 +544,16 @@ def test_a_failure_in_either_thread_is_raised_and_the_threads_end(ranks: Any, wh
     ((errors, left),) = ranks(1, failures, where)
     assert all("the bus broke" in error for error in errors), errors
     assert left == []
+
+
+def held_by_somebody() -> bool:
+    """An average holds the engine, for instance."""
+    with updated_through_the_device(1.0, ahead=6) as (model, optimizer):
+        train(model, optimizer, 2)
+        engine = Engine.of(model)
+        zf.close(model)
+        return engine.updates is None
+
+
+def test_an_engine_that_outlives_its_model_keeps_no_memory_of_updates(ranks: Any) -> None:
+    assert ranks(1, held_by_somebody) == [True]
