@@ -115,6 +115,22 @@ def test_a_host_that_is_ahead_costs_its_update_alone() -> None:
     )
 
 
+def test_an_update_that_was_seen_to_end_takes_what_it_took() -> None:
+    """Whatever the host does beside it. With other ranks the device has less to do, and the host as much."""
+    alone = times(replace(LARGE, launched=(ran(),)), H200, Point(micro_batch=8))
+    seen = replace(LARGE, launched=(ran(update=0.25, clear=0.125, settled=alone.update + 0.0625),))
+    for batch in (2, 8):
+        found, without = (
+            times(model, H200, Point(micro_batch=batch)) for model in (seen, replace(seen, launched=(ran(),)))
+        )
+        assert found.step - without.step == pytest.approx(0.0625)
+    cut = times(seen, replace(H200, devices=8), Point(micro_batch=8))
+    assert cut.update < 0.3 * alone.update
+    assert cut.exposed["launch"] == pytest.approx(0.0625, rel=1e-3)
+    short = replace(LARGE, launched=(ran(settled=0.5 * alone.update),))
+    assert times(short, H200, Point(micro_batch=8)).step == pytest.approx(alone.step)
+
+
 def test_a_host_that_waits_in_every_block_loses_its_lead() -> None:
     """With as much to do as the device, it is ahead of it in one kernel and behind in the next."""
     alone = times(replace(LARGE, launched=(ran(),)), H200, Point(micro_batch=8))

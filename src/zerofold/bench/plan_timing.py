@@ -30,7 +30,7 @@ PROBED = 1
 TURNS, STEPS = 4, 4
 """Of a prediction's steps and of each run's, the fastest counts: so many steps in so many turns."""
 _REPEATS = 10  # of what a rate is the fastest of
-_LONGEST = 16  # kernels that a profile names
+_LONGEST = 40  # kernels that a profile names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from zerofold.plan.away import STATES_BYTES
 from zerofold.plan.held import widths_of
 from zerofold.plan.machine import Machine
 from zerofold.plan.point import Point
@@ -71,6 +72,15 @@ def unit_seconds(model: ModelShape, machine: Machine, point: Point) -> list[Unit
         phase = forward if moment.phase is Phase.FORWARD else backward
         phase[moment.unit] += moment.repeats * taken / model.units[moment.unit].count
     return [UnitSeconds(*pair) for pair in zip(forward, backward, strict=True)]
+
+
+def update_seconds(
+    parameters: float, gradient_width: int, machine: Machine, *, here: float = 1.0, copy_width: int = 0
+) -> float:
+    """Of the optimizer's states on the device, `here` of them all: 12 bytes a parameter are read and written, a copy of
+    some width is written along. Gradients are read once for their norm, and once with the states."""
+    states = 2 * STATES_BYTES + gradient_width + copy_width
+    return parameters * (here * states + gradient_width) / machine.memory_rate
 
 
 def _by_count(parameters: int, model: ModelShape, machine: Machine, point: Point) -> UnitSeconds:

@@ -5,7 +5,9 @@
     clear    zero_grad                    beside the device's update
 
 Where the model was run on this machine before (`ModelShape.launched`, by `zerofold.plan.probe`) these are what it took.
-They hardly depend on the batch, since the host starts the same kernels for any. Elsewhere they are counted:
+They hardly depend on the batch, since the host starts the same kernels for any. Of the update it was seen when the
+device is through with it: what that takes longer than the plan says of a rank alone is what the host keeps it waiting,
+and `clear` is in it. Elsewhere they are counted:
 
     passes = host_seconds · micro-batches · (kernels + units · UNIT)
     update = host_seconds · units · UPDATE
@@ -19,7 +21,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from zerofold.plan.compute import unit_seconds
+from zerofold.plan.compute import unit_seconds, update_seconds
+from zerofold.plan.held import widths_of
 from zerofold.plan.machine import Machine
 from zerofold.plan.point import Point
 from zerofold.plan.shape import Launching, ModelShape
@@ -68,7 +71,10 @@ def host_seconds(model: ModelShape, machine: Machine, point: Point) -> HostSecon
     if measured is not None:
         passes = measured.passes if machine.kind != "cpu" else _beside_arithmetic(measured, model, machine, point)
         stages, runs_ahead = point.pipeline, measured.waits < sum(unit.count for unit in model.units)
-        seconds = (point.accumulate * passes / stages, measured.update / stages, measured.clear / stages)
+        update, clear = measured.update, measured.clear
+        if measured.settled and machine.kind != "cpu":
+            update, clear = max(0.0, measured.settled - _update_alone(model, machine, point)), 0.0
+        seconds = (point.accumulate * passes / stages, update / stages, clear / stages)
         return HostSeconds(*seconds, runs_ahead=runs_ahead)
     if not model.activities or machine.kind == "cpu":  # where a kernel is the host's own work
         return HostSeconds(0.0, 0.0)
@@ -105,6 +111,12 @@ def waited_for(host: float, device: float, turns: int) -> float:
     [2.0, 0.09, 0.0]
     """
     return (host**turns + device**turns) ** (1 / turns) - device
+
+
+def _update_alone(model: ModelShape, machine: Machine, point: Point) -> float:
+    """On the device, where the model was run: a rank alone, whose gradients stay as autograd made them."""
+    trained = sum(unit.count * unit.trained for unit in model.units)
+    return update_seconds(trained, widths_of(point.precision).compute, machine)
 
 
 def _beside_arithmetic(measured: Launching, model: ModelShape, machine: Machine, point: Point) -> float:

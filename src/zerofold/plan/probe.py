@@ -3,9 +3,11 @@
 A GPU computes beside the host, so a call returns when its kernels are queued. For a batch so small that the device is
 never far behind, the time until forward and backward return is the host's own, and it is the same for larger batches:
 
-    host     |forward |backward        |  waits  |update|
-    device   .f.f..f.f.b.b..b.b..b..b.b|b|       .......u|uuuu|
-                                        ^ drained
+    host     |forward |backward        |  waits  |update|clear| waits |
+    device   .f.f..f.f.b.b..b.b..b..b.b|b|       .......u|uuuuuuuuuuu|
+                                        ^ drained |      settled      |
+
+The update is that of any batch, and so is what the device waits for in it.
 
 A device that is over a thousand kernels behind stops the host, and then this shows the device's time. `drained` tells.
 """
@@ -67,6 +69,7 @@ class _Taken(NamedTuple):
     drained: float
     update: float
     clear: float
+    settled: float
 
 
 def _take(step: Step, device: torch.device) -> _Taken:
@@ -83,12 +86,15 @@ def _take(step: Step, device: torch.device) -> _Taken:
     updated = time.perf_counter()
     step.clear()
     cleared = time.perf_counter()
+    _wait(device)
+    settled = time.perf_counter()
     return _Taken(
         forward=forwarded - begin,
         backward=backwarded - forwarded,
         drained=idle - backwarded if device.type == "cuda" else 0.0,
         update=updated - idle,
         clear=cleared - updated,
+        settled=settled - idle,
     )
 
 

@@ -130,6 +130,9 @@ class Launching:
     """Seconds of `zero_grad`, which may be spent while the device updates."""
     drained: float = 0.0
     """Seconds that the device still computed when backward had been launched: where the host was ahead."""
+    settled: float = 0.0
+    """Seconds from an idle device until it is through with the update, and its gradients are cleared: the device's part
+    is in it. The batch has none in it. 0 where nobody looked."""
     waits: int = 0
     """How often forward and backward made the host wait for the device: the values of tensors were asked for."""
 
@@ -140,8 +143,8 @@ class Launching:
     def fastest(self, other: Launching) -> Launching:
         """The passes of the one, and the update of the one, that took less."""
         passes = min(self, other, key=lambda each: each.passes)
-        update = min(self, other, key=lambda each: each.update + each.clear)
-        return replace(passes, update=update.update, clear=update.clear)
+        update = min(self, other, key=lambda each: each.settled or each.update + each.clear)
+        return replace(passes, update=update.update, clear=update.clear, settled=update.settled)
 
 
 @dataclass(frozen=True, kw_only=True)

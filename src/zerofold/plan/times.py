@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from zerofold.placement import Tier, row
 from zerofold.plan import efficiency as model_of_intensity
-from zerofold.plan.away import STATES_BYTES, away_of, node_ranks
+from zerofold.plan.away import away_of, node_ranks
 from zerofold.plan.collectives import data_span
-from zerofold.plan.compute import matrix_rate
+from zerofold.plan.compute import matrix_rate, update_seconds
 from zerofold.plan.ground import Ground, ground_of
 from zerofold.plan.host import host_seconds, launch_seconds
 from zerofold.plan.machine import Machine
@@ -84,12 +84,16 @@ def _passes(waits: Waits) -> float:
 
 
 def _update(waits: Waits) -> float:
-    """On the device. Gradients are read once for their norm and once with the states, of which 12 bytes a parameter are
-    read and written; whole 16-bit parameters of several ranks are written along."""
-    ground, widths, here = waits.ground, waits.ground.widths, waits.away.optimizer.device
+    """On the device. Whole 16-bit parameters of several ranks are written along."""
+    ground, widths = waits.ground, waits.ground.widths
     writes_copy = widths.has_master and not waits.row.parameters.is_cut and ground.mesh.data > 1
-    states = 2 * STATES_BYTES + waits.gradient_width + widths.compute * writes_copy
-    return ground.trained / waits.owners * (here * states + waits.gradient_width) / waits.machine.memory_rate
+    return update_seconds(
+        ground.trained / waits.owners,
+        waits.gradient_width,
+        waits.machine,
+        here=waits.away.optimizer.device,
+        copy_width=widths.compute * writes_copy,
+    )
 
 
 def _efficiency(waits: Waits, intensity: Mapping[str, float]) -> float:
