@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from zerofold.bench import deepspeed_ops, offload_rows
 from zerofold.bench.alone import AloneError, run_alone
+from zerofold.bench.beside_disk import TURNS, DiskTurn
 from zerofold.bench.gpt import GPTSize
 from zerofold.bench.offload import bench_offload_command, parse_runs, size_for, task_of
 from zerofold.bench.offload_engines import OFFLOAD_ENGINES
@@ -73,6 +74,19 @@ def test_a_row_counts_the_window_to_the_last_update():
     assert (row.disk_read_per_parameter, row.disk_written_per_parameter) == (12.0, 12.0)
     assert row.bind_rate == pytest.approx(1 / 3, abs=1e-3)  # of the timed steps whose norm is known
     assert row.error is None
+
+
+def test_an_update_is_compared_with_the_disk_alone_by_medians():
+    """A single turn in which the disk was quicker or slower decides nothing."""
+    turns = [
+        DiskTurn(2.7, {"mixed": 2.9, "in bursts": 3.1}),
+        DiskTurn(2.8, {"mixed": 3.0, "in bursts": 1.0}),
+        DiskTurn(9.9, {"mixed": 9.0, "in bursts": 2.0}),
+    ]
+    row = row_of(replace(OUTCOME, disk_turns=turns))
+    assert (row.disk_update_gb_per_s, row.disk_raw_gb_per_s, row.disk_turns) == (2.8, 3.0, turns)
+    assert "disk: 2.80 GB/s over an update, 93% of the 3.00 GB/s that it does alone" in "\n".join(details(row))
+    assert row_of(OUTCOME).disk_raw_gb_per_s is None
 
 
 def test_only_what_is_off_the_device_counts_as_offloaded():
@@ -157,18 +171,30 @@ def test_tiny_offload_run(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # on two busy cores threads that wait for each other spin
     out = tmp_path / "result.json"
     sizes = ["--d", "64", "--layers", "2", "--vocab", "64", "--seq", "32", "--batch", "2", "--device", "cpu"]
-    options = ["--engines", "plain,zf3@1e-3", "--steps", "2", "--path", str(tmp_path), "--json", "--out", str(out)]
+    options = [
+        "--engines",
+        "plain,zf3@1e-3,zf3_nvme",
+        "--steps",
+        "2",
+        "--path",
+        str(tmp_path),
+        "--json",
+        "--out",
+        str(out),
+    ]
     result = invoke(*sizes, *options)
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)
     assert summary == json.loads(out.read_text())
-    plain, zf3 = summary["rows"]
+    plain, zf3, nvme = summary["rows"]
     assert (plain["engine"], zf3["engine"], zf3["clip"], zf3["bind_rate"]) == ("plain", "zf3@1e-3", 1e-3, 1.0)
     assert zf3["norms"][0] == pytest.approx(plain["norms"][0], rel=0.02)
     assert zf3["losses"][0] == pytest.approx(plain["losses"][0], abs=1e-3)
     assert len(zf3["losses"]) == offload_rows.COMPARED_STEPS == 4
     assert 0 < zf3["median_s"] < 60
     assert zf3["host_peak_gib"] > zf3["host_start_gib"] > 0.05
+    assert len(nvme["disk_turns"]) == TURNS
+    assert min(nvme["disk_update_gb_per_s"], nvme["disk_raw_gb_per_s"]) > 0
     assert list(tmp_path.iterdir()) == [out]  # the folders for states went with the runs
 
 

@@ -40,17 +40,32 @@ def raw_rates(
     for mix in mixes:
         if mix not in (*KINDS, *ORDERS):
             raise ValueError(f"mix={mix!r} does not exist; choose from {', '.join(dict.fromkeys((*KINDS, *ORDERS)))}")
+    with raw_disk(folder, nbytes, threads=threads, block=block) as rate:
+        return {mix: rate(mix) for mix in mixes}
+
+
+@contextmanager
+def raw_disk(
+    folder: str | os.PathLike[str], nbytes: int, *, threads: int = 4, block: int = 8 * 2**20
+) -> Iterator[Callable[[str], float]]:
+    """The same as often as wanted, in one file: called with a mix, it moves `nbytes` and tells GB/s.
+
+    >>> with raw_disk(tempfile.gettempdir(), 1 << 20, block=1 << 18) as rate:
+    ...     rate("mixed") > 0
+    True
+    """
     if block <= 0 or block % PAGE or nbytes < 2 * block:
         raise ValueError(f"nbytes={nbytes}, block={block}: block must be a multiple of {PAGE}, nbytes two or more")
     offsets = range(0, nbytes - block + 1, block)
     with _unnamed_file(folder, nbytes) as fd:
         # Blocks that were never written read as zeros without a disk, and cost more to write the first time.
         _seconds(fd, [(os.pwritev, offset) for offset in offsets], threads, block)
-        rates = {}
-        for mix in mixes:
+
+        def rate(mix: str) -> float:
             jobs = list(_jobs(mix, offsets, block))
-            rates[mix] = len(jobs) * block / _seconds(fd, jobs, threads, block) / 1e9
-        return rates
+            return len(jobs) * block / _seconds(fd, jobs, threads, block) / 1e9
+
+        yield rate
 
 
 def _jobs(mix: str, offsets: range, block: int) -> Iterator[Job]:

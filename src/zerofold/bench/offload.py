@@ -25,7 +25,6 @@ from rich.console import Console
 from zerofold.bench import figures
 from zerofold.bench.alone import AloneError, run_alone
 from zerofold.bench.deepspeed_ops import forget_broken_builds
-from zerofold.bench.disk import raw_rates
 from zerofold.bench.gpt import GPTSize
 from zerofold.bench.machine import choose_device, describe_software
 from zerofold.bench.mixed import BATCHES, SIZES, UNTIMED_STEPS
@@ -33,7 +32,6 @@ from zerofold.bench.offload_engines import OFFLOAD_ENGINES
 from zerofold.bench.offload_rows import REFERENCE, Measurement, Run, make_row
 from zerofold.bench.offload_table import print_tables
 from zerofold.bench.offload_worker import OffloadTask
-from zerofold.memory.disk import DiskError
 from zerofold.observe.output import make_folder_of
 
 DEFAULT_RUNS = "plain,fsdp2_cpu,ds2_cpu,ds3_cpu,zf3,zf3_opt,zf3_opt@1e9,zf3_opt@1e-3,zf3_all,zf3_auto"
@@ -41,8 +39,6 @@ HEAD_WIDTH = 128
 LARGE_SEQ, LARGE_BATCH, LARGE_STEPS = 1024, 1, 3
 DIFFERENT_BATCHES = 8
 LARGE_PARAMETERS = {"cuda": 20e9, "cpu": 1e6}
-STATE_BYTES = 12  # of a parameter in a file: master and moments in fp32
-RAW_BYTES, RAW_BLOCK = 8 * 2**30, 8 * 2**20  # at most moved to learn what the disk itself can do
 
 
 def parse_runs(text: str, clip: float) -> list[Run]:
@@ -119,12 +115,6 @@ def measure_run(label: str, task: OffloadTask, measurement: Measurement, *, time
         forget_broken_builds(started)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # tens of GiB, which the next engine may need
-    if OFFLOAD_ENGINES[task.engine].uses_disk and label not in measurement.errors:
-        nbytes = max(2 * RAW_BLOCK, min(RAW_BYTES, STATE_BYTES * task.size.parameters))
-        try:  # right behind the engine: a disk that others use as well is not equally fast all day
-            measurement.raw_disk[label] = max(raw_rates(task.path, nbytes, block=RAW_BLOCK).values())
-        except DiskError as error:
-            measurement.errors[label] = str(error)
 
 
 def measure_all(

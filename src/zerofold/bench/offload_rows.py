@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zerofold.bench import figures
+from zerofold.bench.beside_disk import DiskTurn
 from zerofold.bench.mixed import COMPARED_STEPS, LOSS_TOLERANCE
 from zerofold.bench.offload_engines import OFFLOAD_ENGINES
 from zerofold.bench.offload_worker import OffloadTask, Outcome
@@ -32,8 +33,6 @@ class Measurement:
 
     rounds: list[dict[str, Outcome]] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
-    raw_disk: dict[str, float] = field(default_factory=dict)
-    """GB/s, half read and half written, in the faster order, measured right behind the last run."""
 
     def outcomes(self, label: str) -> list[Outcome]:
         return [each[label] for each in self.rounds if label in each]
@@ -78,9 +77,11 @@ class OffloadRow:
     disk_gb_per_s: float | None = None
     """Over the whole step, in which the disk has nothing to do while the model computes."""
     disk_update_gb_per_s: float | None = None
-    """Over the last update, from its first read to its last write, where the engine tells."""
+    """Over an update, from its first read to its last write, where the engine tells; the median of the turns."""
     disk_raw_gb_per_s: float | None = None
-    """The disk alone, half read and half written, mixed or in bursts, whichever is faster, right behind the run."""
+    """The disk alone, half read and half written, mixed or in bursts, by the better median of the turns."""
+    disk_turns: list[DiskTurn] | None = None
+    """Updates and the disk alone, one behind the other."""
     disk_file_gib: float | None = None
     tiers: dict[str, dict[str, float]] | None = None
     """Tier → GiB predicted before the start and GiB measured."""
@@ -142,8 +143,9 @@ def make_row(run: Run, task: OffloadTask, measurement: Measurement, clip: float)
         disk_read_per_parameter=None if read is None else round(read / psi / len(last.seconds), 3),
         disk_written_per_parameter=None if written is None else round(written / psi / len(last.seconds), 3),
         disk_gb_per_s=None if read is None or written is None else round((read + written) / last.window_s / 1e9, 3),
-        disk_update_gb_per_s=_update_rate(last),
-        disk_raw_gb_per_s=None if not uses_disk else round(measurement.raw_disk.get(run.label, 0.0), 3) or None,
+        disk_update_gb_per_s=_median(turn.update for turn in last.disk_turns),
+        disk_raw_gb_per_s=_median_of_better(last.disk_turns),
+        disk_turns=last.disk_turns or None,
         disk_file_gib=_gib(last.disk_file_bytes),
         tiers=compare_tiers(last),
         losses=[round(loss, 5) for loss in outcomes[0].losses],
@@ -186,10 +188,14 @@ def compare_tiers(outcome: Outcome) -> dict[str, dict[str, float]] | None:
     }
 
 
-def _update_rate(outcome: Outcome) -> float | None:
-    update: Mapping[str, float] = outcome.books.get("offload", {}).get("update") or {}
-    seconds = update.get("disk_seconds", 0.0)
-    return round(update["disk_bytes"] / seconds / 1e9, 3) if seconds else None
+def _median(rates: Iterable[float]) -> float | None:
+    found = list(rates)
+    return round(statistics.median(found), 3) if found else None
+
+
+def _median_of_better(turns: Sequence[DiskTurn]) -> float | None:
+    orders = {order for turn in turns for order in turn.alone}
+    return max((_median(turn.alone[order] for turn in turns) or 0.0 for order in orders), default=None)
 
 
 def _sum_gib(states: Mapping[str, float] | float) -> float:

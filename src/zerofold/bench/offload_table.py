@@ -71,12 +71,11 @@ def details(row: OffloadRow) -> list[str]:
             f"disk: {row.disk_read_per_parameter:.1f} bytes read and {row.disk_written_per_parameter:.1f} written per "
             f"parameter and step, {row.disk_gb_per_s:.2f} GB/s over the whole step, {row.disk_file_gib:.2f} GiB held"
         )
-    if row.disk_raw_gb_per_s is not None:
-        rate = row.disk_update_gb_per_s or row.disk_gb_per_s or 0.0
-        during = "over the update" if row.disk_update_gb_per_s else "over the whole step"
+    if row.disk_update_gb_per_s and row.disk_raw_gb_per_s and row.disk_turns:
         lines.append(
-            f"disk: {rate:.2f} GB/s {during}, {rate / row.disk_raw_gb_per_s:.0%} of the {row.disk_raw_gb_per_s:.2f} "
-            "GB/s that it does alone, half read and half written in the faster order"
+            f"disk: {row.disk_update_gb_per_s:.2f} GB/s over an update, "
+            f"{row.disk_update_gb_per_s / row.disk_raw_gb_per_s:.0%} of the {row.disk_raw_gb_per_s:.2f} GB/s that it "
+            f"does alone, half read and half written in the faster order; medians of {len(row.disk_turns)} turns"
         )
     for tier, both in (row.tiers or {}).items():
         predicted, measured = both["predicted_gib"], both["measured_gib"]

@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerofold.bench.beside_disk import DiskTurn, take_turns
 from zerofold.bench.gpt import GPT, GPTSize, RandomTokens
 from zerofold.bench.offload_engines import OFFLOAD_ENGINES, Training, Wishes, require_ops
 from zerofold.bench.worker import LAZY_IMPORTS
@@ -73,6 +74,8 @@ class Outcome:
     """Held by the files in the run's folder, at the end."""
     books: dict[str, Any]
     """What the engine itself says."""
+    disk_turns: list[DiskTurn] = field(default_factory=list)
+    """After all else: further steps and the disk alone, in turns. Of engines that tell the rate of an update."""
 
     @property
     def step_s(self) -> float:
@@ -126,7 +129,7 @@ def measure(task: OffloadTask) -> Outcome:
     disk_after = _disk_bytes()
 
     resident = _resident_parts()
-    return Outcome(
+    outcome = Outcome(
         psi=task.size.parameters,
         start_s=start_s,
         window_s=window_s,
@@ -145,6 +148,22 @@ def measure(task: OffloadTask) -> Outcome:
         disk_file_bytes=sum(file.stat().st_blocks * 512 for file in Path(task.path).rglob("*") if file.is_file()),
         books=json.loads(json.dumps(training.books(), default=str)),
     )
+    if not engine.uses_disk or engine.is_large or update_rate(training) is None:
+        return outcome
+
+    def step() -> float:
+        training.step(tokens, targets)
+        _settle(training, device)
+        return update_rate(training) or 0.0
+
+    return replace(outcome, disk_turns=take_turns(step, task.path, task.size.parameters))
+
+
+def update_rate(training: Training) -> float | None:
+    """GB/s of the disk over the last update, from first read to last write; None if the engine does not tell."""
+    update = training.books().get("offload", {}).get("update") or {}
+    seconds = update.get("disk_seconds", 0.0)
+    return update["disk_bytes"] / seconds / 1e9 if seconds else None
 
 
 def open_device(name: str, limit: int | None) -> torch.device:
