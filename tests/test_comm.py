@@ -27,8 +27,8 @@ def all_eight() -> dict[str, Any]:
     results["broadcast"] = sent.tolist()
 
     piece = torch.empty(2)
-    pieces = [torch.full((2,), float(r)) for r in range(world)] if rank == 0 else None
-    comm.scatter(piece, pieces, 0, unit="u").wait()
+    whole = torch.arange(float(world)).repeat_interleave(2) if rank == 0 else None
+    comm.scatter(piece, whole, 0, unit="u").wait()
     results["scatter"] = piece.tolist()
 
     collected = [torch.empty(6) for _ in range(world)] if rank == 1 else None

@@ -178,15 +178,8 @@ class Comm:
             "broadcast", unit, tensor, 1, lambda: [self._broadcast(tensor, source)], in_place=True, root=source
         )
 
-    def scatter(self, out: Tensor, pieces: list[Tensor] | None, source: int, *, unit: str) -> Handle:
-        def start() -> list[Any]:
-            root = self.global_ranks[source]
-            return [dist.scatter(out, pieces, src=root, group=self.group, async_op=True)]
-
-        return self._start("scatter", unit, out, self.size, start, root=source)
-
-    def deal(self, out: Tensor, whole: Tensor | None, source: int, *, unit: str) -> Handle:
-        """A scatter of equal parts of one tensor, which the source alone has."""
+    def scatter(self, out: Tensor, whole: Tensor | None, source: int, *, unit: str) -> Handle:
+        """Deals equal parts of one tensor out, in rank order. The source alone has it; the others pass None."""
 
         def start() -> list[Any]:
             if self.is_alone:  # a list of 100,000 parts would be for nobody

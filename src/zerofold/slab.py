@@ -178,7 +178,7 @@ class Slab(FlatParameters):
     def _deal_out(self, flat: Tensor) -> None:
         groups, bounds = self.home.groups, self.layout.bounds
         if not self.home.row.has_owners:
-            self.comm.deal(self._shard, flat if self.comm.rank == 0 else None, 0, unit=self.unit).wait()
+            self.comm.scatter(self._shard, flat if self.comm.rank == 0 else None, 0, unit=self.unit).wait()
         else:  # shards of different lengths
             self.comm.broadcast(flat, 0, unit=self.unit).wait()
             self._shard.copy_(flat[bounds[self.comm.rank] : bounds[self.comm.rank + 1]])

@@ -97,10 +97,11 @@ def _all_gather(comm: Comm, count: int) -> Pair:
 
 
 def _scatter(comm: Comm, count: int) -> Pair:
-    pieces = list(_values(comm, count).chunk(comm.size)) if comm.rank == 0 else None
+    whole = _values(comm, count) if comm.rank == 0 else None
+    pieces = None if whole is None else list(whole.chunk(comm.size))
     out = {form: torch.zeros(count // comm.size, device=comm.device) for form in FORMS}
     calls = {
-        OURS: lambda: comm.scatter(out[OURS], pieces, 0, unit="bench").wait(),
+        OURS: lambda: comm.scatter(out[OURS], whole, 0, unit="bench").wait(),
         TORCH: lambda: _done(dist.scatter(out[TORCH], pieces, src=0)),
     }
     return Pair(calls, out, _nothing)
