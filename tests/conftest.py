@@ -4,6 +4,7 @@ import gc
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -165,6 +166,10 @@ THOROUGH = [
 
 # Nothing is downloaded. Hugging Face's packages read it when they are imported, by ranks before any test.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The server that ranks are forked from starts with an interpreter's own path, as commands do: without this, ranks of a
+# second checkout would test the package that is installed.
+SOURCE = str(Path(__file__).parent.parent / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
 
 # Threads that wait for each other spin: on busy cores a small operation of two takes ten times as long as that of one.
 # Processes that tests start inherit both settings. Not beside a GPU, where the host has large tensors to update.
