@@ -49,6 +49,7 @@ ROOMS = [
     "group_copy",
     "flat",
     "slab",
+    "slab_away",
     "unit",
     "gradient_arena",
     "segments",

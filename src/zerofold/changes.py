@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from zerofold.agree import check_same_on_all_ranks, fingerprint
-from zerofold.dealing import choose_dtypes, choose_owners, split
+from zerofold.dealing import choose_dtypes, choose_owners, make_slabs
 from zerofold.entry import Entry, Home
 from zerofold.hooks import Hooks
 from zerofold.reduction_order import ReductionOrder
@@ -73,7 +73,7 @@ class Changes:
         self.count += 1
         self._schedule.make_current(unit)
         before = unit.full_nbytes
-        slabs = [Slab(unit.name, part, self._home) for part in split(unit.name, entries)]
+        slabs = make_slabs(unit.name, entries, self._home)
         for slab in slabs:
             slab.share()
         unit.replace_slabs(old, slabs)

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from zerofold.entry import Entry, dtypes_of, lay_out
+from zerofold.entry import Entry, Home, dtypes_of, lay_out
 from zerofold.layout import balance
-from zerofold.placement import Cut, Row
+from zerofold.placement import Cut, Row, Tier, Tiers
 from zerofold.plan.slabs import LARGE_ROOT_PARAMETER
 from zerofold.precision import Dtypes, Precision
+from zerofold.slab import Slab
+from zerofold.slab_away import AwaySlab
 
 Cost = Callable[[Tensor], float]
 """What updating a parameter costs, in any unit; the owners' sums are balanced."""
@@ -28,6 +30,16 @@ def split(unit: str, entries: list[Entry]) -> list[list[Entry]]:
         alone = entry.name if not unit and p.nbytes >= LARGE_ROOT_PARAMETER else ""
         slabs.setdefault((dtypes_of(entry), p.requires_grad, alone), []).append(entry)
     return list(slabs.values())
+
+
+def make_slabs(unit: str, entries: list[Entry], home: Home) -> list[Slab]:
+    """With memory and this rank's values in it; `Slab.share` is yet to deal them out."""
+    tiers = home.tiers.get(unit, Tiers())
+    slabs: list[Slab] = []
+    for part in split(unit, entries):
+        is_away = tiers.of_shard(is_trained=part[0].parameter.requires_grad) is not Tier.DEVICE
+        slabs.append((AwaySlab if is_away else Slab)(unit, part, home))
+    return slabs
 
 
 def choose_dtypes(model: nn.Module, assigned: dict[str, list[Entry]], precision: Precision) -> None:

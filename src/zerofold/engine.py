@@ -16,7 +16,7 @@ from zerofold.attachments import Activations, Checkpoints, Counts, Stages, StepI
 from zerofold.boundary import Boundary
 from zerofold.buffers import Buffers
 from zerofold.changes import Changes
-from zerofold.dealing import live_bound, split
+from zerofold.dealing import live_bound, make_slabs
 from zerofold.entry import EngineLink, Entry, Home
 from zerofold.filling import fill_new
 from zerofold.gradient_arena import reserve_gradients
@@ -96,7 +96,7 @@ class Engine:
         bound = live_bound(assigned, row, groups.gather.size, live_bytes)
         self.units: list[Unit] = []
         for index, (name, entries) in enumerate(assigned.items()):
-            slabs = [Slab(name, part, home) for part in split(name, entries)]
+            slabs = make_slabs(name, entries, home)
             try:
                 if materialiser is not None:
                     agree(groups.control, partial(materialiser.fill, name, slabs))

@@ -15,18 +15,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zerofold.gradients import FaceGradients
+from zerofold.gradients import FaceGradients, WholeGradients
+from zerofold.placement import Tier
 from zerofold.plan.held import ARENA_ALIGNMENT
-from zerofold.slab import GradientRoom, Slab
+from zerofold.slab import Slab
 
 
 class _Wish(NamedTuple):
-    room: GradientRoom
+    """Memory that the gradients of a slab want in the block."""
+
+    elements: int
+    dtype: torch.dtype
     give: Callable[[Tensor], None]
 
     @property
     def nbytes(self) -> int:
-        return self.room.elements * self.room.dtype.itemsize
+        return self.elements * self.dtype.itemsize
 
 
 def reserve_gradients(slabs: Sequence[Slab], device: torch.device, *, sums_of: int = 0) -> int:
@@ -40,7 +44,7 @@ def reserve_gradients(slabs: Sequence[Slab], device: torch.device, *, sums_of: i
         end += -(-wish.nbytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
     block = torch.zeros(end, dtype=torch.uint8, device=device)
     for wish, start in zip(wishes, starts, strict=True):
-        wish.give(block[start : start + wish.nbytes].view(wish.room.dtype))
+        wish.give(block[start : start + wish.nbytes].view(wish.dtype))
     return end
 
 
@@ -50,9 +54,15 @@ def filled_by(slabs: Sequence[Slab], *, sums_of: int = 0) -> int:
 
 
 def _wishes(slab: Slab, sums_of: int) -> list[_Wish]:
-    found = []
-    if (room := slab.gradient_room) is not None:
-        found.append(_Wish(room, slab.gradients.lie_in))
-    if sums_of and isinstance(slab.gradients, FaceGradients) and (room := slab.sums_room(sums_of)) is not None:
-        found.append(_Wish(room, slab.gradients.sum_in))
+    """None for a slab whose gradients are not trained, or wait for the step in another memory."""
+    gradients = slab.gradients
+    if not slab.requires_grad or slab.tiers.gradients is not Tier.DEVICE:
+        return []
+    if isinstance(gradients, WholeGradients):
+        return [_Wish(slab.layout.size, slab.parameters[0].dtype, gradients.lie_in)]
+    found = [_Wish(slab.layout.shard_size(slab.place), slab.gradient_dtype, gradients.lie_in)]
+    if sums_of and isinstance(gradients, FaceGradients):
+        # Of two backwards nothing is added up before the second is reduced: the first waits as it was made.
+        dtype = slab.dtypes.compute if sums_of == 2 else slab.dtypes.accumulation
+        found.append(_Wish(sum(slab.layout.numels), dtype, gradients.sum_in))
     return found

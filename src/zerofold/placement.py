@@ -47,6 +47,10 @@ class Tiers:
     def is_offloaded(self) -> bool:
         return self != Tiers()
 
+    def of_shard(self, *, is_trained: bool) -> Tier:
+        """A trained shard is what the optimizer changes; a frozen one is only what forward computes with."""
+        return self.optimizer if is_trained else self.parameters
+
 
 @dataclass(frozen=True)
 class Placement:

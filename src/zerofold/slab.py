@@ -7,16 +7,17 @@ shard         |-- own --|                       a view of the storage       memo
 
 Where the optimizer changes another dtype than forward computes in, the shard is the master: memory of its own in
 every case, cast straight into its slice of the storage. So it is where the shard is kept in another memory than the
-device's; then what forward computes with may have a home of its own as well:
+device's (`slab_away`).
 
-parameters on the device    the storage stays, or where parameters are cut this rank's piece of it
-elsewhere                   this rank's piece, in the memory that a gradient of the same size takes after backward
+Every change of the shard, by an optimizer or by hand, raises its version counter. Whether a copy is out of date is told
+by comparing that with the version the copy was made from, and nothing else has to be intercepted:
+
+_gathered_version    the whole storage
+_written_version     this rank's own slice of it, which an update may write beside the shard, ahead of the next gather
+_shown_version       the whole masters that `full_params` shows in place of the storage
 """
 
 from __future__ import annotations
-
-from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,18 +28,9 @@ from zerofold.flat import FlatParameters
 from zerofold.gradients import FaceGradients, Gradients, WholeGradients
 from zerofold.gradients_away import AwayGradients
 from zerofold.group_copy import GroupCopy
-from zerofold.memory import Done, FromFile
 from zerofold.placement import Tier, Tiers
 from zerofold.shard_spec import ShardSpec
 from zerofold.sharded import ShardedParameter
-
-
-class GradientRoom(NamedTuple):
-    elements: int
-    dtype: torch.dtype
-
-
-_BROUGHT_AT_ONCE = 2**24  # elements of a master, on their way to be cast on the device
 
 
 class Slab(FlatParameters):
@@ -59,14 +51,13 @@ class Slab(FlatParameters):
         self.clock = self.comm.traffic.clock
         self.place = self.comm.rank if self.layout.world > 1 else 0
         self.tiers = home.tiers.get(unit, Tiers())
-        # With one rank, one dtype and one tier the shard is all there is: in the storage, nothing has to be gathered.
+        # Otherwise the shard is a view of the storage, so the optimizer writes where forward reads: on a single rank,
+        # with one dtype and one memory, gathering then has nothing to do.
         self.has_own_shard = (
             self.dtypes.has_master or self.is_away or (home.row.parameters.is_cut and self.comm.size > 1)
         )
-        self.resident: Tensor | None = None  # this rank's piece of what forward computes with, in its own home
-        self.moments: dict[str, Tensor] = {}  # the memory of the optimizer's states, where that is not the device's
+        self.resident: Tensor | None = None  # this rank's piece of what forward computes with, in `slab_away` alone
         self.update: Update | None = None  # of the shard, under way
-        self.streamed: frozenset[int] = frozenset()  # parameters whose states come to the device to be updated
         copies = home.groups.copy
         self.copy = GroupCopy(self.storage, copies) if copies is not None and self.has_own_shard else None
         self.is_read = all(entry.source is not None for entry in entries)
@@ -95,7 +86,7 @@ class Slab(FlatParameters):
     @property
     def tier(self) -> Tier:
         """Where the shard is kept."""
-        return self.tiers.optimizer if self.requires_grad else self.tiers.parameters
+        return self.tiers.of_shard(is_trained=self.requires_grad)
 
     @property
     def is_away(self) -> bool:
@@ -103,33 +94,12 @@ class Slab(FlatParameters):
 
     def share(self) -> None:
         """Every rank starts from rank 0's values, as under DDP; or from zeros, where it is going to read its own."""
-        row, flat = self.home.row, self.values
-        if self.is_read and self.has_own_shard:
-            self._shard = self._home_of_shard()
-        elif self.is_read:
-            self._shard = self.own_slice(flat.data)
-        elif row.parameters.is_cut and self.comm.size > 1:
-            self._shard = torch.empty(self.layout.shard_size(self.place), dtype=flat.dtype, device=flat.device)
-            self._deal_out(flat)
-        else:
-            self.home.groups.everyone.broadcast(flat, 0, unit=self.unit).wait()
-            # `.data` has a version counter of its own: gathering into the storage is not a change of the shard.
-            self._shard = self.own_slice(flat.data)
-            if self.dtypes.has_master:
-                self._shard = self._shard.clone() if self.layout.world > 1 and not self.is_away else self._shard
-                self.storage.allocate()
-                self.storage.tensor.copy_(flat)
-        if self.is_away and not self.is_read:
-            self._shard = self._home_of_shard().copy_(self._shard)
+        self._shard = self._deal()
         self.hide_masters()
-        if self.has_resident:
-            tier = self.tiers.parameters
-            self.resident = self._take(tier, self.dtypes.compute, "parameters").copy_(self._shard)
-        for tensor in (self._shard, self.resident):
-            if tensor is not None:
-                self.home.memory.written(tensor)
+        self._move_in_elsewhere()
+        row, precision = self.home.row, self.home.precision
         self.faces = list(self.parameters)
-        mixed = self.home.precision.is_mixed or self.home.precision.needs_one_pass
+        mixed = precision.is_mixed or precision.needs_one_pass
         # All of a model or none, where some are offloaded: one optimizer updates them in one way.
         is_offloaded = any(tiers.is_offloaded for tiers in self.home.tiers.values())
         has_faces = row.optimizer.is_cut or mixed or is_offloaded
@@ -138,20 +108,28 @@ class Slab(FlatParameters):
         for tensor in (*self.parameters, *self.faces):
             tensor._engine = self.home.engine  # type: ignore[attr-defined]  # for whoever has the parameter alone
         self.gradients = self._gradients()
-        self._gathered_version = self._written_version = self._shown_version = self._resident_version = self.version
+        self._gathered_version = self._written_version = self._shown_version = self.version
 
-    @property
-    def has_resident(self) -> bool:
-        """Whether what forward computes with has memory of its own between uses, apart from a storage that stays.
+    def _deal(self) -> Tensor:
+        """This rank's shard of rank 0's values, or memory for it."""
+        row, flat = self.home.row, self.values
+        if self.is_read and self.has_own_shard:
+            return self._take(Tier.DEVICE, self.dtypes.master, "optimizer")
+        if self.is_read:
+            return self.own_slice(flat.data)
+        if row.parameters.is_cut and self.comm.size > 1:
+            return self._deal_out(flat)
+        self.home.groups.everyone.broadcast(flat, 0, unit=self.unit).wait()
+        # `.data` has a version counter of its own: gathering into the storage is not a change of the shard.
+        shard = self.own_slice(flat.data)
+        if self.dtypes.has_master:
+            shard = shard.clone() if self.layout.world > 1 and not self.is_away else shard
+            self.storage.allocate()
+            self.storage.tensor.copy_(flat)
+        return shard
 
-        On the host only where the gradient of one backward takes the same place: otherwise it would be two bytes a
-        parameter more than the masters, from which it can be made.
-        """
-        if not self.is_away or self.is_kept or not self.requires_grad:
-            return False
-        if not self.dtypes.has_master and self.tiers.parameters is self.tier:
-            return False
-        return self.tiers.parameters is not Tier.HOST or self.gradient_dtype.itemsize == self.dtypes.compute.itemsize
+    def _move_in_elsewhere(self) -> None:
+        """For a slab that is kept in another memory than the device's."""
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -160,30 +138,21 @@ class Slab(FlatParameters):
         stays = alone and not self.home.adds_up and self.dtypes.compute is not torch.float16
         return self.dtypes.compute if stays else self.dtypes.accumulation
 
-    def _home_of_shard(self) -> Tensor:
-        is_master = self.dtypes.has_master or self.tiers.parameters is not self.tier  # else forward computes with it
-        state = "optimizer" if self.requires_grad and is_master else "parameters"
-        return self._take(self.tier, self.dtypes.master, state)
-
     def _take(self, tier: Tier, dtype: torch.dtype, state: str) -> Tensor:
         size = self.layout.shard_size(self.place)
         return self.home.memory.take(tier, size, dtype, state, self.unit or "root")
 
-    def moment(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The memory of one state of the optimizer, for the whole shard; zeros at first."""
-        if name not in self.moments:
-            self.moments[name] = self._take(self.tier, dtype, "optimizer")
-        return self.moments[name]
-
-    def _deal_out(self, flat: Tensor) -> None:
-        groups, bounds = self.home.groups, self.layout.bounds
+    def _deal_out(self, flat: Tensor) -> Tensor:
+        groups = self.home.groups
+        shard = torch.empty(self.layout.shard_size(self.place), dtype=flat.dtype, device=flat.device)
         if not self.home.row.has_owners:
-            self.comm.scatter(self._shard, flat if self.comm.rank == 0 else None, 0, unit=self.unit).wait()
+            self.comm.scatter(shard, flat if self.comm.rank == 0 else None, 0, unit=self.unit).wait()
         else:  # shards of different lengths
             self.comm.broadcast(flat, 0, unit=self.unit).wait()
-            self._shard.copy_(flat[bounds[self.comm.rank] : bounds[self.comm.rank + 1]])
+            shard.copy_(self.own_slice(flat))
         if groups.across is not None:  # each group has dealt out its own first rank's values
-            groups.across.broadcast(self._shard, 0, unit=self.unit).wait()
+            groups.across.broadcast(shard, 0, unit=self.unit).wait()
+        return shard
 
     def start_gather(self, *, masters: bool = False) -> Waitable | None:
         """Completes the storage; with `masters`, a whole copy of the masters which the parameters then show."""
@@ -202,100 +171,21 @@ class Slab(FlatParameters):
             self.storage.allocate()
             if self.copy is not None and self.copy.version == self.version:
                 return self.copy.start_gather(unit=self.unit)
-            if self.is_away:
-                return self._fetch()
-            if self.has_own_shard and not (self.is_kept and self._written_version == self.version):
-                self.own_slice(self.values).copy_(self._shard)
+            return self._complete()
+        return self._gather_from_all()
+
+    def _complete(self) -> Waitable | None:
+        """This rank's values go into its slice of the storage, and then the other ranks' into theirs."""
+        if self.has_own_shard and not (self.is_kept and self._written_version == self.version):
+            self.own_slice(self.values).copy_(self._shard)
         return self._gather_from_all()
 
     def _gather_from_all(self) -> Handle | None:
         return self.comm.all_gather(self.values, self.layout.bounds, unit=self.unit) if self.layout.world > 1 else None
 
-    def _fetch(self) -> Waitable | None:
-        """Brings this rank's values to the device, beside what that is computing, and then the other ranks'."""
-        update, self.update = self.update, None
-        is_written = self.is_kept and self._written_version == self.version
-        if is_written and self.layout.world == 1:
-            return update  # which writes where forward reads
-        is_read_from_file = self.tier is Tier.NVME and self.resident is None
-        if not is_written and (self._resident_is_old or self._resident_is_lent or self.is_kept or is_read_from_file):
-            # A unit can be used before its states are back in memory or in the file (where parameters are kept on the
-            # device they may even stay there), and before gradients that nobody wants any more have come down to where
-            # its parameters go.
-            self.home.step.look(self._shard)
-        transfers = self.home.transfers
-        if self.resident is not None and self.tiers.parameters is Tier.NVME:
-            return self._read(self.resident, update)
-        with transfers.up():
-            if update is not None:
-                self._wait_for(update)
-            if not is_written:
-                self._bring(self.own_slice(self.values))
-            return self._gather_from_all() or transfers.done()
-
-    def _read(self, resident: Tensor, update: Update | None) -> FromFile:
-        """The file is read while other units compute; who needs the parameters brings them to the device."""
-        if update is not None:
-            self._wait_for(update)
-        if self._resident_version != self.version:
-            resident.copy_(self.shard)
-            self.home.memory.written(resident)
-            self._resident_version = self.version
-
-        def arrive(staged: Tensor) -> Done:
-            with self.home.transfers.up():
-                self.own_slice(self.values).copy_(staged, non_blocking=True)
-                done = self.home.transfers.done()
-            done.wait()
-            gathering = self._gather_from_all()
-            if gathering is not None:
-                gathering.wait()
-            return done
-
-        return FromFile(self.home.memory, resident, arrive)
-
-    def _wait_for(self, update: Update) -> None:
-        tape = self.clock.tape
-        try:
-            with nullcontext() if tape is None else tape.spent(update.waits_for, self.unit):
-                update.wait()
-        except BaseException:
-            self.update = update  # it has failed: every later use is to hear of that, and not compute with half of it
-            raise
-
-    def _bring(self, target: Tensor) -> None:
-        source = self._shard if self.resident is None or self._resident_is_lent else self.resident
-        if source is self.resident and self._resident_is_old:
-            source.copy_(self._shard)
-            self._resident_version = self.version
-            self._spoiled.clear()
-        if source.dtype is target.dtype or source.device == target.device:
-            target.copy_(source, non_blocking=True)
-            return
-        for part, some in zip(target.split(_BROUGHT_AT_ONCE), source.split(_BROUGHT_AT_ONCE), strict=True):
-            part.copy_(some.to(target.device, non_blocking=True))  # cast where that is fast
-
-    @property
-    def _resident_is_lent(self) -> bool:
-        """A gradient is in its place."""
-        return isinstance(self.gradients, AwayGradients) and self.gradients.is_in_place_of_parameters
-
-    @property
-    def _resident_is_old(self) -> bool:
-        """It has to be made anew: the last step was skipped, or somebody else than the update changed the master."""
-        if self.resident is None or self._resident_is_lent:
-            return False
-        return self._resident_version != self.version or bool(self._spoiled)
-
-    @property
-    def _spoiled(self) -> set[int]:
-        return self.gradients.spoiled if isinstance(self.gradients, AwayGradients) else set()
-
     @property
     def is_kept(self) -> bool:
         """The storage lives on between uses."""
-        if self.is_away and self.tiers.parameters is Tier.DEVICE and self.comm.size == 1:
-            return True
         return not self.home.row.parameters.is_cut and self.comm.size > 1
 
     def kept_piece(self, index: int) -> Tensor | None:
@@ -305,19 +195,10 @@ class Slab(FlatParameters):
         piece = self.layout.pieces(self.place)[index]
         return self.own_slice(self.storage.tensor)[piece.shard_start : piece.shard_stop]
 
-    @property
-    def copy_of_shard(self) -> Tensor | None:
-        """What an update writes beside the shard so that nobody has to make it from the shard later."""
-        if self.is_kept and self.has_own_shard:
-            return self.own_slice(self.storage.tensor)
-        return self.resident
-
     def written(self, version_before: int) -> None:
         """An update has changed the shard, and has written (or will have, by its end) its copy as well."""
         if version_before in (self._gathered_version, self._written_version):  # the rest of the slice was up to date
             self._written_version = self.version
-        if version_before == self._resident_version:
-            self._resident_version = self.version
 
     def check_unchanged(self) -> None:
         """16-bit parameters are made from their masters, so what somebody writes into them would be lost."""
@@ -380,25 +261,6 @@ class Slab(FlatParameters):
         if self.dtypes.has_master:
             entry.parameter._master = entry.face  # type: ignore[attr-defined]  # for zf.full
         return entry.face
-
-    @property
-    def gradient_room(self) -> GradientRoom | None:
-        """What its gradients take on the device from one backward to the step; None where they are elsewhere."""
-        if not self.requires_grad or self.tiers.gradients is not Tier.DEVICE:
-            return None
-        if isinstance(self.gradients, WholeGradients):
-            return GradientRoom(self.layout.size, self.parameters[0].dtype)
-        return GradientRoom(self.layout.shard_size(self.place), self.gradient_dtype)
-
-    def sums_room(self, backwards: int) -> GradientRoom | None:
-        """What gradients of so many backwards take besides while they wait for one reduction; None where they are added
-        up in their room itself. Two are not added before the second is reduced: the first waits as it was made.
-        """
-        if self.gradient_room is None or not isinstance(self.gradients, FaceGradients):
-            return None
-        return GradientRoom(
-            sum(self.layout.numels), self.dtypes.compute if backwards == 2 else self.dtypes.accumulation
-        )
 
     def _gradients(self) -> Gradients:
         faces = [face for face in self.faces if isinstance(face, ShardedParameter)]

@@ -18,6 +18,7 @@ from zerofold.optim.away.early import SlabWork
 from zerofold.optim.onepass import STATE_DTYPES, AdamSettings, AdamTensors, adam
 from zerofold.sharded import ShardedParameter, ShardedTensor
 from zerofold.slab import Slab
+from zerofold.slab_away import AwaySlab
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -46,13 +47,13 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
     places, is_first = engine.places(), engine.is_offloaded and engine.updates is None
     memory = DeviceMemory.now(engine.device) if is_first else None
     before: dict[Slab, int] = {}
-    away: dict[Slab, list[tuple[int, Piece]]] = {}
+    away: dict[AwaySlab, list[tuple[int, Piece]]] = {}
     for group in optimizer.param_groups:
         faces = [p for p in group["params"] if isinstance(p, ShardedParameter) and p.grad is not None]
         tensors, settings = [], _settings(group)
         for face in faces:
             slab, index = places[id(face)]
-            if slab.is_away:
+            if isinstance(slab, AwaySlab):
                 made = _piece(engine, optimizer, face, slab, index, settings)
                 away.setdefault(slab, []).extend((index, piece) for piece in made)
                 continue
@@ -66,7 +67,9 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
     if away:
         dtype = engine.precision.moments
         scaling = Scaling(None if scale is None or scale.item() == 1.0 else scale.item(), clip_value)
-        ordered = [slab for slab in engine.slabs() if slab in away]  # as forward will need them
+        ordered = [
+            slab for slab in engine.slabs() if isinstance(slab, AwaySlab) and slab in away
+        ]  # as forward will need them
         updates = updates_of(engine, memory)  # which the first time says which parameters stream through the device
         work = [
             (
@@ -81,7 +84,7 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
 
 
 def _upcoming(
-    engine: Engine, optimizer: torch.optim.Optimizer, clip_value: float | None, slab: Slab
+    engine: Engine, optimizer: torch.optim.Optimizer, clip_value: float | None, slab: AwaySlab
 ) -> SlabWork | None:
     """What the next step will do to a slab if its gradients stay what they are; changes nothing."""
     if engine.is_swapped or engine.before_change:  # a copy of the states as they are now may be under way
@@ -105,7 +108,7 @@ def _upcoming(
     return SlabWork(pieces, (slab.moment("exp_avg", dtype), slab.moment("exp_avg_sq", dtype)), clip_value)
 
 
-def _streams(slab: Slab, index: int, piece: Piece) -> bool:
+def _streams(slab: AwaySlab, index: int, piece: Piece) -> bool:
     """By its share; or because its gradient is on the device, from where the host would have to fetch it."""
     return index in slab.streamed or (bool(slab.streamed) and piece.gradient.device.type != "cpu")
 
@@ -114,7 +117,7 @@ def _piece(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
     face: ShardedParameter,
-    slab: Slab,
+    slab: AwaySlab,
     index: int,
     settings: AdamSettings,
 ) -> list[Piece]:
@@ -160,7 +163,7 @@ def _ready_state(
         if _is_ready(held, slab, name):
             continue
         room = torch.zeros_like(face.form, dtype=dtype)
-        if slab.is_away:
+        if isinstance(slab, AwaySlab):
             piece = slab.layout.pieces(slab.place)[index]
             room = face.spec.shaped(slab.moment(name, dtype)[piece.shard_start : piece.shard_stop])
         if held is not None:  # loaded or handed over: whole, in another dtype, or in other memory
@@ -179,7 +182,7 @@ def _is_ready(held: object, slab: Slab, name: str) -> bool:
     """A moment is in its dtype and in its memory."""
     if not isinstance(held, ShardedTensor) or held.dtype is not slab.home.precision.moments:
         return False
-    if not slab.is_away:
+    if not isinstance(slab, AwaySlab):
         return held.form.device == slab.master.device
     own = slab.moments.get(name)
     return own is not None and held.form.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()

@@ -13,7 +13,7 @@ from torch import Tensor
 from zerofold.memory import Done
 from zerofold.optim.onepass import COPY_DTYPES, AdamSettings, AdamTensors
 from zerofold.placement import Tier
-from zerofold.slab import Slab
+from zerofold.slab_away import AwaySlab
 
 CHUNK = 2**24  # elements: 64 MiB of each fp32 state. Copies of 16 MiB and more run at the full rate of the bus
 
@@ -60,7 +60,7 @@ class Scaling:
 class Chunk:
     """A range of a slab's shard with the parts of parameters in it."""
 
-    slab: Slab
+    slab: AwaySlab
     start: int
     stop: int
     pieces: tuple[Piece, ...]
@@ -78,7 +78,7 @@ class Chunk:
         return self.pieces[0].streams
 
     @property
-    def key(self) -> tuple[Slab, int, int]:
+    def key(self) -> tuple[AwaySlab, int, int]:
         return self.slab, self.start, self.stop
 
     def overlaps(self, key: tuple[object, int, int]) -> bool:
@@ -130,7 +130,7 @@ class Run:
     """Parameters of a slab that are next to each other and go the same way. Its chunks are made when their turn comes:
     all those of a step at once are thousands of objects, for which Python's garbage collector stops every thread."""
 
-    slab: Slab
+    slab: AwaySlab
     start: int
     stop: int
     pieces: Sequence[Piece]
@@ -160,7 +160,7 @@ class Run:
 
 
 def runs_of(
-    slab: Slab, pieces: Sequence[Piece], moments: tuple[Tensor, Tensor], scaling: Scaling, arrived: Done
+    slab: AwaySlab, pieces: Sequence[Piece], moments: tuple[Tensor, Tensor], scaling: Scaling, arrived: Done
 ) -> list[Run]:
     """In the order of the shard. Where a file is read in pages from its beginning, all of it is one."""
     # `.data` has a version counter of its own: the update under way does not look like somebody's change.
@@ -174,12 +174,12 @@ def runs_of(
 
 
 def chunks_of(
-    slab: Slab, pieces: Sequence[Piece], moments: tuple[Tensor, Tensor], scaling: Scaling, arrived: Done
+    slab: AwaySlab, pieces: Sequence[Piece], moments: tuple[Tensor, Tensor], scaling: Scaling, arrived: Done
 ) -> Iterator[Chunk]:
     for run in runs_of(slab, pieces, moments, scaling, arrived):
         yield from run.chunks()
 
 
-def count_of_chunks(slab: Slab) -> int:
+def count_of_chunks(slab: AwaySlab) -> int:
     """Where all of it goes the same way."""
     return -(-slab.master.numel() // CHUNK)

@@ -23,7 +23,7 @@ from zerofold.memory import Done
 from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of, count_of_chunks
 from zerofold.optim.away.through_device import DeviceUpdate
 from zerofold.optim.host_worker import HostWorker, Job
-from zerofold.slab import Slab
+from zerofold.slab_away import AwaySlab
 
 _PAUSE = 16  # steps without, after one in which they were in vain
 
@@ -36,7 +36,7 @@ class SlabWork(NamedTuple):
     clip_value: float | None
 
 
-Upcoming = Callable[[Slab], SlabWork | None]
+Upcoming = Callable[[AwaySlab], SlabWork | None]
 """None where nobody can tell."""
 
 
@@ -52,13 +52,13 @@ class _Announced(NamedTuple):
 class EarlyUpdates:
     """Of the last slabs in forward's order, as many as there is room for."""
 
-    def __init__(self, through: DeviceUpdate, worker: HostWorker, slabs: Sequence[Slab], room: int) -> None:
+    def __init__(self, through: DeviceUpdate, worker: HostWorker, slabs: Sequence[AwaySlab], room: int) -> None:
         self._through, self._worker = through, worker
         self._upcoming: Upcoming | None = None
         self._jobs: list[Job] = []  # for the next step
-        self._last: dict[Slab, _Announced] = {}
+        self._last: dict[AwaySlab, _Announced] = {}
         self._paused = 0
-        self.slabs: list[Slab] = []
+        self.slabs: list[AwaySlab] = []
         for slab in reversed(slabs):
             room -= count_of_chunks(slab)
             if room < 0:
@@ -72,7 +72,7 @@ class EarlyUpdates:
     def is_paused(self) -> bool:
         return self._paused > 0
 
-    def announce(self, slab: Slab, update: LastUpdate, versions: tuple[int, ...]) -> None:
+    def announce(self, slab: AwaySlab, update: LastUpdate, versions: tuple[int, ...]) -> None:
         """The step updates the slab, whose states then have these versions unless somebody changes them."""
         self._last[slab] = _Announced(update, versions)
 
@@ -94,7 +94,7 @@ class EarlyUpdates:
             if isinstance(slab.gradients, FaceGradients):
                 slab.gradients.on_mean = None
 
-    def _begin(self, slab: Slab) -> None:
+    def _begin(self, slab: AwaySlab) -> None:
         """In backward's thread."""
         last = self._last.get(slab)
         if self._upcoming is None or self.is_paused or last is None or last.versions != versions_of(slab):
@@ -116,6 +116,6 @@ class EarlyUpdates:
             self._through.run_early(chunk, work)
 
 
-def versions_of(slab: Slab) -> tuple[int, ...]:
+def versions_of(slab: AwaySlab) -> tuple[int, ...]:
     """Of its states: another one, and somebody has changed them."""
     return tuple(state._version for state in (slab.master, *slab.moments.values()))

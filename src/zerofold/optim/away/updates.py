@@ -35,6 +35,7 @@ from zerofold.optim.host_pool import HostPool, PoolJob
 from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.placement import Tier
 from zerofold.slab import Slab
+from zerofold.slab_away import AwaySlab
 from zerofold.timing import DISK, HOST
 
 _PAGE = 1024  # elements of 4 bytes
@@ -44,14 +45,14 @@ _PAGE = 1024  # elements of 4 bytes
 class SlabUpdate:
     """One slab's update under way."""
 
+    slab: AwaySlab
     jobs: list[Job | PoolJob] = field(default_factory=list)
     ends: list[Ends] = field(default_factory=list)  # filled by the jobs
-    slab: Slab | None = None
     submitted: float = field(default_factory=time.perf_counter)
 
     @property
     def waits_for(self) -> str:
-        return DISK if self.slab is not None and self.slab.tier is Tier.NVME else HOST
+        return DISK if self.slab.tier is Tier.NVME else HOST
 
     @property
     def is_near(self) -> bool:
@@ -60,8 +61,8 @@ class SlabUpdate:
     def sent(self, done: Done) -> None:
         """A chunk is through, on a thread of the host's."""
         self.ends.append(Ends(done, done))
-        tape = None if self.slab is None else self.slab.clock.tape
-        if tape is not None and self.slab is not None:
+        tape = self.slab.clock.tape
+        if tape is not None:
             tape.beside(HOST, self.slab.unit, self.submitted, what="update")
 
     def wait(self) -> None:
@@ -103,7 +104,7 @@ class AwayUpdates:
         self._host = HostUpdate(device, up, self._pool)
         self._through: DeviceUpdate | None = None
         self._early: EarlyUpdates | None = None
-        trained = [slab for slab in slabs if slab.requires_grad and slab.is_away]
+        trained = [slab for slab in slabs if slab.requires_grad and isinstance(slab, AwaySlab)]
         self._streaming = [slab for slab in trained if slab.tier is Tier.HOST and _can_stream(slab)]
         if way.device_share > 0 and self._streaming:
             self._through = DeviceUpdate(device, up, ahead=way.ahead)
@@ -113,7 +114,7 @@ class AwayUpdates:
         self._from_disk: DiskUpdate | None = None
         self._disk_worker: HostWorker | None = None
         self._order = Order()
-        self._versions: dict[Slab, tuple[int, ...]] = {}  # of states in the file, as the last update left them
+        self._versions: dict[AwaySlab, tuple[int, ...]] = {}  # of states in the file, as the last update left them
         self._under_way: list[SlabUpdate] = []
         self._last: list[Job | PoolJob] = []
         self._timing = Timing(way.device_share if self._through is not None else 0.0)
@@ -131,7 +132,7 @@ class AwayUpdates:
 
     def submit(
         self,
-        work: Sequence[tuple[Slab, list[Piece], tuple[Tensor, Tensor]]],
+        work: Sequence[tuple[AwaySlab, list[Piece], tuple[Tensor, Tensor]]],
         scaling: Scaling,
         upcoming: Upcoming | None = None,
     ) -> None:
@@ -176,7 +177,7 @@ class AwayUpdates:
         self._last.append(self._pool.submit([], self._timing.end_of_host))
         self._deal()  # for the next step, whose gradients go where they will be needed
 
-    def _announce(self, slab: Slab) -> SlabUpdate:
+    def _announce(self, slab: AwaySlab) -> SlabUpdate:
         """From now on the slab is one whose new values are on their way."""
         if slab.tier is Tier.NVME:
             self._bring_to_file(slab)
@@ -185,7 +186,7 @@ class AwayUpdates:
         slab.written(before)
         self._versions[slab] = versions_of(slab)
         slab.home.step.is_under_way = True
-        slab.update = update = SlabUpdate(slab=slab)
+        slab.update = update = SlabUpdate(slab)
         if self._early is not None:
             self._early.announce(slab, update, self._versions[slab])
         self._under_way.append(update)
@@ -214,7 +215,7 @@ class AwayUpdates:
                 stays = self._keeps_gradients or slab in special
                 slab.gradients.staying = slab.streamed if stays else frozenset()
 
-    def _fill(self, work: Sequence[tuple[Slab, list[Piece], tuple[Tensor, Tensor]]]) -> list[Slot]:
+    def _fill(self, work: Sequence[tuple[AwaySlab, list[Piece], tuple[Tensor, Tensor]]]) -> list[Slot]:
         """Memory for chunks that stay from now on, no more than there are; or takes some away. Slabs that have some
         stream whole."""
         filling, through = self.way.filling, self._through
@@ -324,7 +325,7 @@ class AwayUpdates:
                 ends.callback(self._disk_worker.close)
             self.finish()
 
-    def _bring_to_file(self, slab: Slab) -> None:
+    def _bring_to_file(self, slab: AwaySlab) -> None:
         if self._versions.get(slab) != versions_of(slab):  # filled, loaded or changed by hand: not in the file
             for state in (slab.master, *slab.moments.values()):
                 self._memory.written(state)
@@ -357,7 +358,7 @@ class AwayUpdates:
         return self._from_disk, self._disk_worker
 
 
-def _can_stream(slab: Slab) -> bool:
+def _can_stream(slab: AwaySlab) -> bool:
     """fp32 states; bf16 ones are rounded at random, by other bits on a device than on the host."""
     return slab.dtypes.master is torch.float32 and slab.home.precision.moments is torch.float32
 
