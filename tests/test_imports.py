@@ -44,6 +44,8 @@ ROOMS = [
     "cutting",
     "reduce",
     "gradients",
+    "gradients_whole",
+    "gradients_on_faces",
     "gradients_away",
     "entry",
     "group_copy",

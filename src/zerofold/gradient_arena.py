@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zerofold.gradients import FaceGradients, WholeGradients
+from zerofold.gradients_on_faces import FaceGradients
+from zerofold.gradients_whole import WholeGradients
 from zerofold.placement import Tier
 from zerofold.plan.held import ARENA_ALIGNMENT
 from zerofold.slab import Slab

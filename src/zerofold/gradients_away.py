@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from zerofold.gradients import FaceGradients
+from zerofold.gradients_on_faces import FaceGradients
 from zerofold.layout import FlatLayout
-from zerofold.memory import Done, Transfers
+from zerofold.memory import Done, Transfers, share_storage
 from zerofold.precision import Dtypes
 from zerofold.reduce import Reducer
 from zerofold.sharded import ShardedParameter, ShardedTensor
@@ -96,9 +96,8 @@ class AwayGradients(FaceGradients):
     @property
     def device_nbytes(self) -> int:
         """What waits to go to the room, and what stays for an update that needs it here."""
-        own = self.room.untyped_storage().data_ptr()
         shown = [face.grad.form for face in self.faces if isinstance(face.grad, ShardedTensor)]
-        return self.local_nbytes + sum(form.nbytes for form in shown if form.untyped_storage().data_ptr() != own)
+        return self.local_nbytes + sum(form.nbytes for form in shown if not share_storage(form, self.room))
 
     def _notice_clearing(self, index: int) -> None:
         shown = self.faces[index].grad
@@ -126,8 +125,7 @@ class AwayGradients(FaceGradients):
             sent = []
             for index, gradient in arrived:
                 self._transfers.is_used(gradient)
-                if gradient.dtype is torch.float16 or scale != 1.0:  # without its scale it needs more range
-                    gradient = gradient.to(self.dtypes.accumulation).mul_(scale)
+                gradient = self._unscaled(gradient, scale)
                 if self._has_earlier(index):
                     earlier = self._piece(index).to(gradient.device, non_blocking=True)
                     gradient = earlier.add_(gradient) if earlier.device != self.room.device else earlier + gradient
@@ -156,7 +154,7 @@ class AwayGradients(FaceGradients):
         shown = self.faces[index].grad
         if not isinstance(shown, ShardedTensor):
             return index in self.staying
-        return shown.form.untyped_storage().data_ptr() != self.room.untyped_storage().data_ptr()
+        return not share_storage(shown.form, self.room)
 
     def _has_earlier(self, index: int) -> bool:
         shown = self.faces[index].grad
@@ -177,12 +175,12 @@ class AwayGradients(FaceGradients):
             stacklevel=2,
         )
         self.finish()
-        narrow = self.room.untyped_storage().data_ptr()
-        self._flat = self._more_room(self.dtypes.accumulation).copy_(self.room)
+        narrow = self.room
+        self._flat = self._more_room(self.dtypes.accumulation).copy_(narrow)
         self._is_in_place = False
         for index, face in enumerate(self.faces):
             gradient = face.grad  # one that stays on the device was never in the room
-            if isinstance(gradient, ShardedTensor) and gradient.form.untyped_storage().data_ptr() == narrow:
+            if isinstance(gradient, ShardedTensor) and share_storage(gradient.form, narrow):
                 face.grad = ShardedTensor(face.spec.shaped(self._piece(index)), face.spec)
 
 

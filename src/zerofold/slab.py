@@ -25,8 +25,10 @@ from torch import Tensor
 from zerofold.comm import Handle
 from zerofold.entry import Entry, Home, Update, Waitable, lay_out
 from zerofold.flat import FlatParameters
-from zerofold.gradients import FaceGradients, Gradients, WholeGradients
+from zerofold.gradients import SlabGradients
 from zerofold.gradients_away import AwayGradients
+from zerofold.gradients_on_faces import FaceGradients
+from zerofold.gradients_whole import WholeGradients
 from zerofold.group_copy import GroupCopy
 from zerofold.placement import Tier, Tiers
 from zerofold.shard_spec import ShardSpec
@@ -42,7 +44,7 @@ class Slab(FlatParameters):
 
     _shard: Tensor
     faces: list[Tensor]
-    gradients: Gradients
+    gradients: SlabGradients
 
     def __init__(self, unit: str, entries: list[Entry], home: Home) -> None:
         self.comm = home.groups.gather
@@ -262,7 +264,7 @@ class Slab(FlatParameters):
             entry.parameter._master = entry.face  # type: ignore[attr-defined]  # for zf.full
         return entry.face
 
-    def _gradients(self) -> Gradients:
+    def _gradients(self) -> SlabGradients:
         faces = [face for face in self.faces if isinstance(face, ShardedParameter)]
         if not faces:
             return WholeGradients(self.parameters, self.layout)

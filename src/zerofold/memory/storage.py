@@ -57,6 +57,16 @@ def _swap(one: Any, other: Any) -> None:
     one._swap_data_ptr_(other)
 
 
+def share_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are views of the same memory.
+
+    >>> flat = torch.zeros(4)
+    >>> share_storage(flat[1:2], flat[2:]), share_storage(flat, flat.clone())
+    (True, False)
+    """
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 class FlatStorage:
     """A 1-D tensor whose memory comes and goes while the tensor and its views stay.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerofold.engine import Engine
 from zerofold.gradients_away import AwayGradients
+from zerofold.memory import share_storage
 from zerofold.optim.away import DeviceMemory, updates_of
 from zerofold.optim.away.chunks import Piece, Scaling
 from zerofold.optim.away.early import SlabWork
@@ -185,7 +186,7 @@ def _is_ready(held: object, slab: Slab, name: str) -> bool:
     if not isinstance(slab, AwaySlab):
         return held.form.device == slab.master.device
     own = slab.moments.get(name)
-    return own is not None and held.form.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+    return own is not None and share_storage(held.form, own)
 
 
 def _settings(group: dict[str, Any]) -> AdamSettings:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zerofold.gradients import FaceGradients
+from zerofold.gradients_on_faces import FaceGradients
 from zerofold.memory import Done
 from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of, count_of_chunks
 from zerofold.optim.away.through_device import DeviceUpdate
