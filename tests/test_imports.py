@@ -62,6 +62,7 @@ ROOMS = [
     "schedule",
     "boundary",
     "hook_forms",
+    "backward",
     "hooks",
     "units",
     "agree",

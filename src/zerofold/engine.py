@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zerofold.agree import agree
 from zerofold.attachments import Activations, Checkpoints, Counts, Stages, StepInfo, Updates
+from zerofold.backward import Backward
 from zerofold.boundary import Boundary
 from zerofold.buffers import Buffers
 from zerofold.changes import Changes
@@ -124,8 +125,14 @@ class Engine:
         self.reductions = ReductionOrder(self.units, row, self.reducer, groups.control, buffers, accumulate=accumulate)
         self.schedule = Schedule(self.units, self.reductions, self.clock, live_bytes=bound, overlap=overlap)
         self.changes = Changes(model, home, self.schedule, self.reductions)
-        self.hooks = Hooks(self.schedule, self.reductions, self.boundary, self.take_in_changes, self.changes.check)
-        self.hooks.before_backward = partial(self.step.need, "parameters", "buffers", "gradients")
+        backward = Backward(
+            self.schedule,
+            self.reductions,
+            self.boundary,
+            refuse=partial(self.step.need, "parameters", "buffers", "gradients"),
+            check=self.changes.check,
+        )
+        self.hooks = Hooks(self.schedule, self.reductions, self.boundary, backward, self.take_in_changes)
         self.boundary.look(model)
         self.matmul_before = torch.get_float32_matmul_precision() if precision.tf32 else None
         if precision.tf32:

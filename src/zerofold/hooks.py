@@ -2,11 +2,8 @@
 
 forward of a unit    pre-hook: gather; hook: release. A module inside a unit that is called by itself (model.embed(x),
                      a method other than forward) stands for its unit.
-backward of a unit   begins when a node that made one of its outputs is about to run, ends when a node that made one
-                     of its inputs is about to run, or when backward ends.
+backward of a unit   hooks on the nodes of autograd that made its inputs and outputs: see `backward`.
 a gradient           the parameter's own hooks, before and after autograd accumulates it.
-end of backward      a callback of the engine, queued by the first event, which is the root output's where there is
-                     one: inside reentrant checkpoints a nested backward would end too early.
 """
 
 from __future__ import annotations
@@ -14,15 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zerofold.backward import Backward
 from zerofold.boundary import Boundary
 from zerofold.calls import Accumulation, Calls, UnitCall
 from zerofold.comm import CommError
@@ -35,11 +31,6 @@ from zerofold.sharded import ShardedTensor
 from zerofold.slab import Slab
 from zerofold.unit import Unit
 
-CLOSED = (
-    "backward came to a forward from before zf.close(model), and the gradients would be neither reduced nor scaled: "
-    "call backward before zf.close, or run the forward again"
-)
-
 
 class Hooks:
     """Installed on every unit of one model; `end` takes everything off again."""
@@ -49,12 +40,12 @@ class Hooks:
         schedule: Schedule,
         reductions: ReductionOrder,
         boundary: Boundary,
+        backward: Backward,
         before_anything: Callable[[], None],
-        check: Callable[[], None],
     ) -> None:
-        """`before_anything` runs before each outermost forward, `check` before gradients are reduced."""
-        self.schedule, self.reductions, self.boundary = schedule, reductions, boundary
-        self._before_anything, self._check = before_anything, check
+        """`before_anything` runs before each outermost forward."""
+        self.schedule, self.reductions, self.boundary, self.backward = schedule, reductions, boundary, backward
+        self._before_anything = before_anything
         self._handles: list[RemovableHandle] = []
         self._modules: dict[Unit, list[nn.Module]] = {}
         self._unit_of: dict[nn.Module, Unit] = {}  # units themselves, and modules that hold their parameters
@@ -66,30 +57,20 @@ class Hooks:
         self._accumulation: Accumulation | None = None
         self._is_in_pipeline = False  # between the first forward and the last backward of a pipeline's step
         self._outermost: set[Unit] = set()  # units that the user called himself, last time
-        # Forwards whose backward may still come. Autograd's nodes keep them alive; a dropped graph drops them.
-        self._waiting: WeakSet[UnitCall] = WeakSet()
-        self._begun: list[UnitCall] = []  # in this backward
-        self._callback_queued = False
-        self._is_ended = False
         self.out_of_memory: Callable[[BaseException | None], None] = lambda error: None  # called with it
-        self.before_backward: Callable[[], None] = lambda: None  # may refuse it
         self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
-        # Backward may run inside a compiled training step, so what autograd calls is kept out of graphs as well.
-        self._begins, self._ends = untraced(self._begin_call), untraced(self._end_call_once)
-        self._ends_backward = untraced(self._end_backward)
+        backward.before_release = self._forget_lent
         for unit in schedule.units:
             self._install(unit)
             for slab in unit.slabs:
                 self.install_on(unit, slab)
 
     def end(self) -> None:
-        """Takes everything off and lets go of the model, of which a graph that somebody still has must keep nothing."""
+        """Takes everything off and lets go of the model."""
         for handle in self._handles:
             handle.remove()
-        for call in self._waiting:
-            del call.unit
-        vars(self).clear()  # hooks and callbacks lead back here, so all would wait for the garbage collector
-        self._is_ended = True
+        self.backward.close()
+        vars(self).clear()  # hooks lead back here, so all would wait for the garbage collector
 
     def _install(self, unit: Unit) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -154,7 +135,7 @@ class Hooks:
 
     def _install_on_parameter(self, slab: Slab, index: int, parameter: Tensor) -> None:
         def before_accumulate(gradient: Tensor) -> Tensor | None:
-            self._enter_backward()
+            self.backward.enter()
             self.boundary.check_scaled()
             slab.gradients.before_accumulate(index)
             if self.weight == 1.0:
@@ -182,7 +163,7 @@ class Hooks:
         if self._is_in_pipeline:  # all was looked at when its step began
             return True
         if self._accumulation is None:  # otherwise that of other micro-batches, which is not over
-            self._forget_broken_backward()
+            self.backward.forget_broken()
         self.schedule.end_steps()
         self.reductions.watch_for_updates()
         self._before_anything()
@@ -216,9 +197,7 @@ class Hooks:
         if any(_is_leaf_with_grad(value) for value in (*args, *kwargs.values())):
             args = tuple(_behind_a_node(value) for value in args)
             kwargs = {key: _behind_a_node(value) for key, value in kwargs.items()}
-        for node in {tensor.grad_fn for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None}:
-            node.register_prehook(partial(self._ends, call))
-            call.has_input_gradient = True
+        self.backward.expect_end(call, tensors_in((args, kwargs)))
         return args, kwargs
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
@@ -247,12 +226,7 @@ class Hooks:
         outputs = list(tensors_in(output)) if torch.is_grad_enabled() else []
         # Results left on modules (auxiliary losses) take part in backward like outputs.
         outputs += [t for module in self._modules_of(call.unit) for t in _left_on(module)] if outputs else []
-        nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
-        for node in nodes:
-            node.register_prehook(partial(self._begins, call))
-        if nodes:
-            self._waiting.add(call)
-        return bool(nodes)
+        return self.backward.expect(call, outputs)
 
     def _modules_of(self, unit: Unit) -> list[nn.Module]:
         """The modules of a unit without those of units inside it, which have been looked at by then."""
@@ -272,58 +246,6 @@ class Hooks:
                     "memory is released after its forward: return a clone, or choose units that contain the caller"
                 )
 
-    # backward
-
-    def _begin_call(self, call: UnitCall, gradients: Any) -> None:
-        """A node that made one of the call's outputs is about to run."""
-        if self._is_ended:
-            raise RuntimeError(CLOSED)
-        self._enter_backward()
-        if not call.begun:
-            call.begun = True
-            self._begun.append(call)
-            self.schedule.before_backward(call.unit)
-
-    def _end_call_once(self, call: UnitCall, gradients: Any) -> None:
-        """A node that made one of the call's inputs is about to run.
-
-        Autograd runs later nodes first, and whatever made an input came before all nodes of this call: the first such
-        node means that the call's own are through.
-        """
-        if self._is_ended:
-            return  # the graph went past the call: no output of it was reached
-        if self._accumulation is not None and call.unit in self._accumulation.glue:
-            return  # it is gone through piece by piece, and there is no saying which is the last
-        if call.begun and not call.ended:
-            self._end_call(call)
-
-    def _end_call(self, call: UnitCall) -> None:
-        call.ended = True
-        if torch.is_grad_enabled():
-            return  # create_graph: a second backward will read the weights again
-        self.schedule.after_backward(call.unit)
-        # Another call of the same module may still add to the same gradients.
-        if all(other.ended for other in self._waiting if other.unit is call.unit):
-            self.reductions.ended(call.unit)
-
-    def _enter_backward(self) -> None:
-        if not self._callback_queued:
-            self.before_backward()
-            self._callback_queued = True
-            self.schedule.end_steps()
-            self.reductions.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._ends_backward)
-
-    def _end_backward(self) -> None:
-        self._callback_queued = False
-        self.boundary.end_backward()
-        self._forget_begun()
-        if not torch.is_grad_enabled():
-            self._calls.lent.clear()
-            self.schedule.end_backward()
-        self._check()
-        self.reductions.end_backward()
-
     # all micro-batches of a step at once
 
     def begin_accumulation(self, accumulation: Accumulation) -> None:
@@ -333,8 +255,9 @@ class Hooks:
             raise RuntimeError(
                 "zf.accumulate was called inside a forward or a backward of the same model: call it outside"
             )
-        self.before_backward()
-        self._accumulation, self._callback_queued = accumulation, True
+        self.backward.enter_many()
+        # They are gone through piece by piece, and there is no saying which piece is the last.
+        self._accumulation, self.backward.piecewise = accumulation, accumulation.glue
         self.reductions.begin_accumulation(late=accumulation.glue)
 
     @property
@@ -343,13 +266,13 @@ class Hooks:
         return self._accumulation is not None
 
     def end_accumulation(self, *, is_complete: bool, waits: bool = True) -> None:
-        self._accumulation, self._calls = None, Calls()
+        self._accumulation, self.backward.piecewise, self._calls = None, (), Calls()
         self.schedule.end_accumulation()
         if is_complete:
             with torch.no_grad():
-                self._end_backward()
+                self.backward.end()
         elif waits:
-            self._forget_broken_backward()
+            self.backward.forget_broken()
 
     @contextmanager
     def resumed(self, calls: Calls) -> Iterator[None]:
@@ -370,10 +293,9 @@ class Hooks:
                 "a pipeline's step was called inside a forward or a backward of its model: call it outside"
             )
         if trains:
-            self.before_backward()
+            self.backward.enter_many()
         self._is_in_pipeline = True
         if trains:
-            self._callback_queued = True
             self.boundary.expect_scaled()
             self.reductions.begin_pipeline()
 
@@ -391,25 +313,13 @@ class Hooks:
             return
         if is_complete:
             with torch.no_grad():
-                self._end_backward()
+                self.backward.end()
         elif waits:
             self._calls = Calls()
-            self._forget_broken_backward()
+            self.backward.forget_broken()
 
-    def _forget_broken_backward(self) -> None:
-        """An exception inside an earlier backward kept its end from being called."""
-        if self._callback_queued:
-            self._callback_queued = False
-            self.boundary.end_backward()
-            self._forget_begun()
-            self.schedule.end_backward()
-            self.reductions.abandon_backward()
-
-    def _forget_begun(self) -> None:
-        """A retained graph may run backward again, so its calls start over."""
-        for call in self._begun:
-            call.begun = call.ended = False
-        self._begun.clear()
+    def _forget_lent(self) -> None:
+        self._calls.lent.clear()
 
 
 def _is_inside(module: nn.Module) -> bool:
