@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from zerofold.plan.traffic import Share
@@ -26,6 +27,19 @@ class StepInfo:
     loss_scale: float
     """With which the gradients were computed; 1 where nothing is scaled."""
     skipped_total: int
+
+
+@dataclass
+class Verdict:
+    """What was decided about one set of gradients, for all optimizers of the model that step by them."""
+
+    info: StepInfo
+    reduction: int
+    """The number of the reduction that made the gradients."""
+    stepped: set[torch.optim.Optimizer]
+    """Each steps by it once: a second step wants another look at the gradients."""
+    is_clipped: bool = False
+    """One of the optimizers has scaled all gradients already, in place."""
 
 
 class Updates(Protocol):

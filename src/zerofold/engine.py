@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerofold.agree import agree
-from zerofold.attachments import Activations, Checkpoints, Counts, Stages, StepInfo, Updates
+from zerofold.attachments import Activations, Checkpoints, Counts, Stages, StepInfo, Updates, Verdict
 from zerofold.backward import Backward
 from zerofold.boundary import Boundary
 from zerofold.buffers import Buffers
@@ -98,25 +98,10 @@ class Engine:
         self.units: list[Unit] = []
         for index, (name, entries) in enumerate(assigned.items()):
             slabs = make_slabs(name, entries, home)
-            try:
-                if materialiser is not None:
-                    agree(groups.control, partial(materialiser.fill, name, slabs))
-                for slab in slabs:
-                    slab.share()
-                fill_new(slabs, groups.control)
-            except Exception:
-                setattr(model, ATTRIBUTE, None)  # half of it is sharded: it must not be tried again
-                self.end_groups()
-                raise
+            self._deal_out(name, slabs, materialiser)
             self.units.append(Unit(name, modules[name] if name else model, slabs, row, index))
-        self.gradient_arena = 0
+        self.gradient_arena = self._reserve_gradients(accumulate) if contiguous_gradients else 0
         """Bytes of the block that gradients lie in, where there is one."""
-        if contiguous_gradients:
-            alone = groups.control.size == 1
-            widths = Widths.of(precision).beside(is_offloaded=self.is_offloaded)
-            has_sums = keeps_sums(row, widths, alone=alone, accumulate=accumulate)
-            slabs = [slab for unit in self.units for slab in unit.slabs]
-            self.gradient_arena = reserve_gradients(slabs, device, sums_of=accumulate if has_sums else 0)
         self.scaler = LossScaler(precision.scaling)
         self.boundary = Boundary(precision, self.scaler)
         self.reducer = Reducer(groups.reduce, groups.across, self.pool)
@@ -150,13 +135,10 @@ class Engine:
         """Counts what the ranks of a tensor axis send each other, where there is one."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self._changing: list[Slab] = []  # in the step under way
-        self.last_step: StepInfo | None = None
+        self.verdict: Verdict | None = None  # on the gradients of the last step
         self._places: dict[int, tuple[Slab, int]] = {}
         self._in_order: list[tuple[str, Tensor]] = []
         self._places_of = -1  # the count of changes for which they hold
-        self.judged = 0  # the gradients for which that verdict was taken, by the number of their reduction
-        self.judged_for: set[torch.optim.Optimizer] = set()  # who has stepped by it: once each
-        self.is_clipped = False  # those gradients, in place, by the step of one of several optimizers
         self.after_step: list[Callable[[], None]] = []  # steps that were applied
         self.averages: list[object] = []  # of the weights
         self.schedulers: list[Any] = []  # advanced after the steps of attached optimizers
@@ -172,6 +154,24 @@ class Engine:
         setattr(model, ATTRIBUTE, self)
         if self.checkpoints is not None:
             self.checkpoints.count_in(self.traffic)
+
+    def _deal_out(self, unit: str, slabs: list[Slab], materialiser: Materialiser | None) -> None:
+        """Each rank is left with its shards of one unit, before the next unit takes any memory."""
+        try:
+            if materialiser is not None:
+                agree(self.groups.control, partial(materialiser.fill, unit, slabs))
+            for slab in slabs:
+                slab.share()
+            fill_new(slabs, self.groups.control)
+        except Exception:
+            setattr(self.model, ATTRIBUTE, None)  # half of it is sharded: it must not be tried again
+            self.end_groups()
+            raise
+
+    def _reserve_gradients(self, accumulate: int) -> int:
+        widths = Widths.of(self.precision).beside(is_offloaded=self.is_offloaded)
+        has_sums = keeps_sums(self.row, widths, alone=self.groups.control.size == 1, accumulate=accumulate)
+        return reserve_gradients(self.slabs(), self.device, sums_of=accumulate if has_sums else 0)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Where parameters have owners: until `end_step`, this optimizer sees what this rank owns, and all of it."""
@@ -189,6 +189,10 @@ class Engine:
             for slab in self._changing:  # by their owners: the next use gathers, on every rank alike
                 slab.mark_changed()
             self._changing = []
+
+    @property
+    def last_step(self) -> StepInfo | None:
+        return None if self.verdict is None else self.verdict.info
 
     @property
     def is_offloaded(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerofold.attachments import StepInfo
+from zerofold.attachments import StepInfo, Verdict
 from zerofold.engine import Engine
 from zerofold.optim.adam import update, why_not_one_pass
 from zerofold.optim.clip import Gradients
@@ -52,20 +52,20 @@ class Step:
             engine.updates.get_ready()  # while the device is still in backward: below, it would wait for this
         gradients = Gradients(engine)
         gradients.of(self._parameters()).refuse_used_up()
-        info = self._judge(gradients)
-        self._was_applied = not info.skipped
-        if info.skipped:
+        verdict = self._judge(gradients)
+        self._was_applied = not verdict.info.skipped
+        if verdict.info.skipped:
             engine.reductions.expect_no_update()
             self._hide()
             return
-        scale = self._clip_scale(gradients, info.norm)
+        scale = self._clip_scale(gradients, verdict)
         if self._uses_one_pass():
             update(engine, self._optimizer, scale, options.clip_value)
             self._hide()
             return
         if scale is not None:
             gradients.multiply(scale)
-            engine.is_clipped = True
+            verdict.is_clipped = True
         if options.clip_value is not None:
             gradients.clamp(options.clip_value)
         engine.begin_step(self._optimizer)
@@ -143,32 +143,31 @@ class Step:
             for parameter in self._parameters()
         )
 
-    def _clip_scale(self, gradients: Gradients, norm: float) -> Tensor | None:
+    def _clip_scale(self, gradients: Gradients, verdict: Verdict) -> Tensor | None:
         """What the gradients are to be multiplied by; None for nothing, or when an optimizer before has done it."""
-        clip = self._options.clip
-        if clip is None or norm + 1e-6 <= clip or self._engine.is_clipped:
+        clip, norm = self._options.clip, verdict.info.norm
+        if clip is None or norm + 1e-6 <= clip or verdict.is_clipped:
             return None
         return gradients.coefficient(clip, torch.tensor(norm, device=self._engine.groups.gather.device))
 
-    def _judge(self, gradients: Gradients) -> StepInfo:
+    def _judge(self, gradients: Gradients) -> Verdict:
         """One verdict for all ranks, from a number that all of them have. Taken once for one set of gradients."""
-        engine = self._engine
+        engine, last = self._engine, self._engine.verdict
         overflow = self._take_over_grad_scaler(gradients)
-        is_same = engine.judged == engine.reductions.count and self._optimizer not in engine.judged_for
-        engine.judged_for.add(self._optimizer)
-        if engine.last_step is not None and is_same and not overflow:
-            return engine.last_step
-        engine.judged, engine.judged_for, engine.is_clipped = engine.reductions.count, {self._optimizer}, False
+        is_same = last is not None and last.reduction == engine.reductions.count and self._optimizer not in last.stepped
+        if last is not None and is_same and not overflow:
+            last.stepped.add(self._optimizer)
+            return last
         norm = gradients.norm().item()
         skipped = overflow or not math.isfinite(norm)
         name = gradients.first_non_finite() if skipped else None
         info = StepInfo(norm, skipped, name, engine.scaler.value, engine.scaler.skipped + skipped)
-        engine.last_step = info
+        engine.verdict = Verdict(info, engine.reductions.count, {self._optimizer})
         if skipped and engine.is_first and engine.scaler.is_at_minimum:
             warnings.warn(f"step skipped: {_what(name)}; {info.skipped_total} skipped so far", stacklevel=5)
         engine.scaler.update(skipped, parameter=name)
         engine.reducer.loss_scale = engine.scaler.value
-        return info
+        return engine.verdict
 
 
 def _has_work(whole: Tensor) -> bool:
