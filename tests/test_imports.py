@@ -1,6 +1,7 @@
 """The architecture as a property: a room imports only rooms that stand above it in this list."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -191,3 +192,24 @@ def test_the_core_never_asks_which_stage(file: Path) -> None:
             for side in [node.left, *node.comparators]:
                 name = getattr(side, "id", getattr(side, "attr", ""))
                 assert name != "stage", f"{name_of(file)}.py:{node.lineno} compares the stage: ask the placement"
+
+
+def test_the_first_reading_names_what_exists() -> None:
+    """The call path in docs/design.md, by class and method."""
+    page = (PACKAGE.parent.parent / "docs" / "design.md").read_text()
+    tour = page.split("## A first reading")[1].split("\n## ")[0]
+    methods: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                methods.setdefault(node.name, set()).update(names)
+                bases[node.name] = [getattr(base, "id", "") for base in node.bases]
+    named = re.findall(r"\b([A-Z]\w+)\.(\w+)", tour)
+    assert len(named) > 20
+    for kind, method in named:
+        family = [kind, *bases.get(kind, [])]
+        assert any(method in methods.get(each, set()) for each in family), f"{kind}.{method} does not exist"
+    for file in re.findall(r"`([\w/]+\.py)`", tour):
+        assert (PACKAGE / file).exists(), f"{file} does not exist"
