@@ -14,8 +14,7 @@ from zerofold.engine import Engine
 from zerofold.gradients_away import AwayGradients
 from zerofold.memory import share_storage
 from zerofold.optim.away import DeviceMemory, updates_of
-from zerofold.optim.away.chunks import Piece, Scaling
-from zerofold.optim.away.early import SlabWork
+from zerofold.optim.away.chunks import PieceWork, Scaling, SlabWork
 from zerofold.optim.onepass import STATE_DTYPES, AdamSettings, AdamTensors, adam
 from zerofold.sharded import ShardedParameter, ShardedTensor
 from zerofold.slab import Slab
@@ -48,7 +47,7 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
     places, is_first = engine.places(), engine.is_offloaded and engine.updates is None
     memory = DeviceMemory.now(engine.device) if is_first else None
     before: dict[Slab, int] = {}
-    away: dict[AwaySlab, list[tuple[int, Piece]]] = {}
+    away: dict[AwaySlab, list[tuple[int, PieceWork]]] = {}
     for group in optimizer.param_groups:
         faces = [p for p in group["params"] if isinstance(p, ShardedParameter) and p.grad is not None]
         tensors, settings = [], _settings(group)
@@ -66,27 +65,25 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
         if slab.is_kept and slab.dtypes.has_master:
             slab.written(version)
     if away:
-        dtype = engine.precision.moments
         scaling = Scaling(None if scale is None or scale.item() == 1.0 else scale.item(), clip_value)
         ordered = [
             slab for slab in engine.slabs() if isinstance(slab, AwaySlab) and slab in away
         ]  # as forward will need them
         updates = updates_of(engine, memory)  # which the first time says which parameters stream through the device
         work = [
-            (
-                slab,
-                [piece._replace(streams=_streams(slab, index, piece)) for index, piece in away[slab]],
-                (slab.moment("exp_avg", dtype), slab.moment("exp_avg_sq", dtype)),
-            )
+            _work_on(slab, [piece._replace(streams=_streams(slab, index, piece)) for index, piece in away[slab]])
             for slab in ordered
         ]
         alone = len(engine.optimizers) == 1  # else nobody knows which of them steps next
-        updates.submit(work, scaling, partial(_upcoming, engine, optimizer, clip_value) if alone else None)
+        updates.submit(work, scaling, partial(_upcoming, engine, optimizer) if alone else None)
 
 
-def _upcoming(
-    engine: Engine, optimizer: torch.optim.Optimizer, clip_value: float | None, slab: AwaySlab
-) -> SlabWork | None:
+def _work_on(slab: AwaySlab, pieces: list[PieceWork]) -> SlabWork:
+    exp_avg, exp_avg_sq = (slab.moment(name, slab.home.precision.moments) for name in _MOMENTS)
+    return SlabWork(slab, pieces, (exp_avg, exp_avg_sq))
+
+
+def _upcoming(engine: Engine, optimizer: torch.optim.Optimizer, slab: AwaySlab) -> SlabWork | None:
     """What the next step will do to a slab if its gradients stay what they are; changes nothing."""
     if engine.is_swapped or engine.before_change:  # a copy of the states as they are now may be under way
         return None
@@ -104,12 +101,11 @@ def _upcoming(
         step = int(state["step"]) + 1
         seed = _seed(step, face, slab)
         flat = gradient.form.detach().reshape(-1)
-        pieces.append(Piece(piece.shard_start, piece.shard_stop, flat, _settings(group), step, seed, streams=True))
-    dtype = engine.precision.moments
-    return SlabWork(pieces, (slab.moment("exp_avg", dtype), slab.moment("exp_avg_sq", dtype)), clip_value)
+        pieces.append(PieceWork(piece.shard_start, piece.shard_stop, flat, _settings(group), step, seed, streams=True))
+    return _work_on(slab, pieces)
 
 
-def _streams(slab: AwaySlab, index: int, piece: Piece) -> bool:
+def _streams(slab: AwaySlab, index: int, piece: PieceWork) -> bool:
     """By its share; or because its gradient is on the device, from where the host would have to fetch it."""
     return index in slab.streamed or (bool(slab.streamed) and piece.gradient.device.type != "cpu")
 
@@ -121,7 +117,7 @@ def _piece(
     slab: AwaySlab,
     index: int,
     settings: AdamSettings,
-) -> list[Piece]:
+) -> list[PieceWork]:
     """What is to be done to a parameter of which this rank has a piece, if it has one."""
     piece = slab.layout.pieces(slab.place)[index]
     step = _ready_state(engine, optimizer, face, slab, index)
@@ -132,7 +128,7 @@ def _piece(
     face.grad.is_being_read = not face.grad.is_used_up
     if not piece.size:
         return []
-    return [Piece(piece.shard_start, piece.shard_stop, gradient, settings, step, _seed(step, face, slab))]
+    return [PieceWork(piece.shard_start, piece.shard_stop, gradient, settings, step, _seed(step, face, slab))]
 
 
 def _tensors(

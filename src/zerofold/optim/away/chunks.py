@@ -18,14 +18,14 @@ from zerofold.slab_away import AwaySlab
 CHUNK = 2**24  # elements: 64 MiB of each fp32 state. Copies of 16 MiB and more run at the full rate of the bus
 
 
-class Ends(NamedTuple):
+class ChunkEnds(NamedTuple):
     """Of the update of one chunk."""
 
     usable: Done  # forward may use what it computes with
     complete: Done  # the states are where they live
 
 
-class Piece(NamedTuple):
+class PieceWork(NamedTuple):
     """What one step does to one parameter: its range in the shard, its gradient there, and its numbers."""
 
     start: int
@@ -36,12 +36,20 @@ class Piece(NamedTuple):
     seed: int
     streams: bool = False  # through the device
 
-    def within(self, start: int, stop: int) -> Piece | None:
+    def within(self, start: int, stop: int) -> PieceWork | None:
         first, last = max(self.start, start), min(self.stop, stop)
         if first >= last:
             return None
         gradient = self.gradient[first - self.start : last - self.start]
         return self._replace(start=first, stop=last, gradient=gradient)
+
+
+class SlabWork(NamedTuple):
+    """What one step does to one slab."""
+
+    slab: AwaySlab
+    pieces: list[PieceWork]
+    moments: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class Chunk:
     slab: AwaySlab
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PieceWork, ...]
     states: tuple[Tensor, Tensor, Tensor]  # master and moments of this range, where they live
     copy: Tensor | None  # of this range: what forward computes with, kept beside the master
     scaling: Scaling
@@ -106,7 +114,7 @@ class Chunk:
                 groups.append((piece.settings, [each]))
         return groups
 
-    def copy_of(self, piece: Piece) -> Tensor | None:
+    def copy_of(self, piece: PieceWork) -> Tensor | None:
         return None if self.copy is None else self.copy[piece.start - self.start : piece.stop - self.start]
 
     def copies(self) -> list[Tensor | None]:
@@ -133,7 +141,7 @@ class Run:
     slab: AwaySlab
     start: int
     stop: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[PieceWork]
     states: tuple[Tensor, ...]  # of the shard
     copy: Tensor | None
     scaling: Scaling
@@ -159,25 +167,17 @@ class Run:
                 yield Chunk(self.slab, start, stop, inside, states, own, self.scaling, self.arrived)
 
 
-def runs_of(
-    slab: AwaySlab, pieces: Sequence[Piece], moments: tuple[Tensor, Tensor], scaling: Scaling, arrived: Done
-) -> list[Run]:
+def runs_of(work: SlabWork, scaling: Scaling, arrived: Done) -> list[Run]:
     """In the order of the shard. Where a file is read in pages from its beginning, all of it is one."""
+    slab, pieces = work.slab, work.pieces
     # `.data` has a version counter of its own: the update under way does not look like somebody's change.
-    states = tuple(tensor.data for tensor in (slab.master, *moments))
+    states = tuple(tensor.data for tensor in (slab.master, *work.moments))
     copy = None if slab.copy_of_shard is None else slab.copy_of_shard.data
     if slab.tier is Tier.NVME:
         return [Run(slab, 0, slab.master.numel(), pieces, states, copy, scaling, arrived)]
     ordered = sorted(pieces, key=lambda piece: piece.start)
     runs = [list(run) for _, run in groupby(ordered, key=lambda piece: piece.streams)]
     return [Run(slab, run[0].start, run[-1].stop, run, states, copy, scaling, arrived) for run in runs]
-
-
-def chunks_of(
-    slab: AwaySlab, pieces: Sequence[Piece], moments: tuple[Tensor, Tensor], scaling: Scaling, arrived: Done
-) -> Iterator[Chunk]:
-    for run in runs_of(slab, pieces, moments, scaling, arrived):
-        yield from run.chunks()
 
 
 def count_of_chunks(slab: AwaySlab) -> int:

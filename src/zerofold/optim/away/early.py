@@ -16,11 +16,10 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from zerofold.gradients_on_faces import FaceGradients
 from zerofold.memory import Done
-from zerofold.optim.away.chunks import Chunk, Ends, Piece, Scaling, chunks_of, count_of_chunks
+from zerofold.optim.away.chunks import Chunk, ChunkEnds, Scaling, SlabWork, count_of_chunks, runs_of
 from zerofold.optim.away.through_device import DeviceUpdate
 from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.slab_away import AwaySlab
@@ -28,20 +27,12 @@ from zerofold.slab_away import AwaySlab
 _PAUSE = 16  # steps without, after one in which they were in vain
 
 
-class SlabWork(NamedTuple):
-    """What a step would do to a slab."""
-
-    pieces: list[Piece]
-    moments: tuple[Tensor, Tensor]
-    clip_value: float | None
-
-
 Upcoming = Callable[[AwaySlab], SlabWork | None]
-"""None where nobody can tell."""
+"""What the next step would do to a slab; None where nobody can tell."""
 
 
 class LastUpdate(Protocol):
-    ends: list[Ends]
+    ends: list[ChunkEnds]
 
 
 class _Announced(NamedTuple):
@@ -55,6 +46,7 @@ class EarlyUpdates:
     def __init__(self, through: DeviceUpdate, worker: HostWorker, slabs: Sequence[AwaySlab], room: int) -> None:
         self._through, self._worker = through, worker
         self._upcoming: Upcoming | None = None
+        self._clip_value: float | None = None  # of every step
         self._jobs: list[Job] = []  # for the next step
         self._last: dict[AwaySlab, _Announced] = {}
         self._paused = 0
@@ -78,7 +70,7 @@ class EarlyUpdates:
 
     def begin_step(self, scaling: Scaling, upcoming: Upcoming | None) -> list[Job]:
         """What was begun is now the step's own, which waits for it; `upcoming` of the one after it."""
-        begun, self._jobs, self._upcoming = self._jobs, [], upcoming
+        begun, self._jobs, self._upcoming, self._clip_value = self._jobs, [], upcoming, scaling.clip_value
         self._paused = _PAUSE if begun and scaling.scale is not None else max(0, self._paused - 1)
         return begun
 
@@ -102,8 +94,8 @@ class EarlyUpdates:
         work = self._upcoming(slab)
         if work is None:
             return
-        scaling, arrived = Scaling(None, work.clip_value), Done(torch.cuda.current_stream().record_event())
-        chunks = list(chunks_of(slab, work.pieces, work.moments, scaling, arrived))
+        scaling, arrived = Scaling(None, self._clip_value), Done(torch.cuda.current_stream().record_event())
+        chunks = [chunk for run in runs_of(work, scaling, arrived) for chunk in run.chunks()]
         slab.home.step.is_under_way = True
         self._jobs.append(
             self._worker.submit(partial(self._run, [(chunk, chunk.work) for chunk in chunks], last.update))

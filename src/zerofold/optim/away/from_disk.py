@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zerofold.memory import Done, TierMemory
 from zerofold.memory.disk import DiskStore, Request
-from zerofold.optim.away.chunks import Chunk, Ends
+from zerofold.optim.away.chunks import Chunk, ChunkEnds
 from zerofold.optim.away.on_host import HostUpdate
 from zerofold.optim.host_pool import PoolJob
 from zerofold.placement import Tier
@@ -83,7 +83,7 @@ class DiskUpdate:
         while batch := list(islice(rest, BATCH)):
             yield batch
 
-    def run(self, batch: list[Chunk], following: list[Chunk]) -> list[Ends]:
+    def run(self, batch: list[Chunk], following: list[Chunk]) -> list[ChunkEnds]:
         """Updates one batch; the next one is read meanwhile."""
         if self._read_ahead != batch:
             self._reads = [self._read(chunk, states) for chunk, states in zip(batch, self._room, strict=False)]
@@ -108,7 +108,7 @@ class DiskUpdate:
         for made, request in copies:  # parameters are needed first
             request.wait()
             self._memory.bring_back(made, Done())
-        return [Ends(done, done) for done in sent]
+        return [ChunkEnds(done, done) for done in sent]
 
     def finish(self) -> None:
         """Returns when all that was updated is in the file."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from zerofold.memory import Done
 from zerofold.optim import adam_cpu
 from zerofold.optim.adam_strip import Numbers, Strip, update_strip
-from zerofold.optim.away.chunks import Chunk, Piece
+from zerofold.optim.away.chunks import Chunk, PieceWork
 from zerofold.optim.host_pool import STRIP, HostPool, PoolJob
 
 _MANY = 64  # different numbers of groups and steps; those of steps long ago go
@@ -31,12 +31,12 @@ class HostUpdate:
     def submit(self, chunk: Chunk, states: Sequence[Tensor], then: Callable[[Done], None]) -> PoolJob:
         """`states` are the chunk's master and moments in host memory. They are updated when the job is done; the copy
         has then set out for where forward needs it, and `then` was told its arrival."""
-        work = [_PieceWork(chunk, piece, states, self._numbers_of(chunk, piece)) for piece in chunk.pieces]
+        work = [_HostPiece(chunk, piece, states, self._numbers_of(chunk, piece)) for piece in chunk.pieces]
         update = self._update  # once: each mention of a method is an object of its own
         strips = [partial(update, each, first) for each in work for first in each.strips]
         return self._pool.submit(strips, lambda: then(self._send(work)))
 
-    def _numbers_of(self, chunk: Chunk, piece: Piece) -> Numbers:
+    def _numbers_of(self, chunk: Chunk, piece: PieceWork) -> Numbers:
         key = (piece.settings, piece.step, chunk.scaling)
         numbers = self._numbers.get(key)
         if numbers is None:
@@ -57,13 +57,13 @@ class HostUpdate:
             self._numbers[key] = numbers
         return numbers  # not looked up again: chunks from a file come in another thread, which may have cleared it
 
-    def _update(self, work: _PieceWork, first: int) -> None:
+    def _update(self, work: _HostPiece, first: int) -> None:
         if not hasattr(self._rooms, "room"):
             self._rooms.room = torch.empty(adam_cpu.BLOCK)
         with torch.no_grad():
             work.update(first, self._rooms.room)
 
-    def _send(self, work: Sequence[_PieceWork]) -> Done:
+    def _send(self, work: Sequence[_HostPiece]) -> Done:
         if self._up is not None:
             torch.cuda.set_device(self._device)
         with nullcontext() if self._up is None else torch.cuda.stream(self._up):
@@ -72,10 +72,10 @@ class HostUpdate:
             return Done() if self._up is None else Done(self._up.record_event())
 
 
-class _PieceWork:
+class _HostPiece:
     """One piece of a chunk, made by the thread that launches kernels: it cuts nothing, the cores do that."""
 
-    def __init__(self, chunk: Chunk, piece: Piece, states: Sequence[Tensor], numbers: Numbers) -> None:
+    def __init__(self, chunk: Chunk, piece: PieceWork, states: Sequence[Tensor], numbers: Numbers) -> None:
         self._chunk, self._piece, self._states, self._numbers = chunk, piece, states, numbers
         self._gradient = piece.gradient if piece.gradient.device.type == "cpu" else piece.gradient.cpu()
         self._is_exact = all(s.dtype is torch.float32 for s in states) and chunk.scaling.clip_value is None

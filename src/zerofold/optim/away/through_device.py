@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zerofold.memory import Done
-from zerofold.optim.away.chunks import Chunk, Ends
+from zerofold.optim.away.chunks import Chunk, ChunkEnds
 from zerofold.optim.away.slots import IsDown, Slot
 from zerofold.optim.onepass import adam
 
@@ -244,7 +244,7 @@ class DeviceUpdate:
             self._restore(early)
         self._free([key for key in self._lasting if chunk.overlaps(key)])
 
-    def _let_stand(self, early: _Early, chunk: Chunk) -> Ends:
+    def _let_stand(self, early: _Early, chunk: Chunk) -> ChunkEnds:
         """The step does what was done already: forward may have the copy."""
         with torch.cuda.stream(self._kernel):
             copies = self._rooms_in(early.old, chunk)
@@ -257,9 +257,9 @@ class DeviceUpdate:
         early.old.free = Done(usable)
         self._slots.append(early.old)
         self.stood += chunk.size
-        return Ends(Done(usable), early.is_down)
+        return ChunkEnds(Done(usable), early.is_down)
 
-    def run(self, chunk: Chunk) -> Ends:
+    def run(self, chunk: Chunk) -> ChunkEnds:
         torch.cuda.set_device(self._device)
         self._has_run = True
         self._clear_way(chunk)
@@ -290,13 +290,13 @@ class DeviceUpdate:
         if has_room and chunk.slab in self._may_last:
             # Without its gradients, whose memory the next backward wants.
             self._lasting[chunk.key] = _Lasting(replace(chunk, pieces=()), slot, usable)
-            return Ends(Done(usable), Done(usable))
+            return ChunkEnds(Done(usable), Done(usable))
         complete = slot.free = IsDown(self._sender.submit(self._send_down, chunk, slot, usable))
         self._slots.append(slot)
         if len(self._first) < self._ahead:
             self._first.append((replace(chunk, pieces=()), complete))
         # Without a copy, forward computes with the master.
-        return Ends(complete if chunk.copy is None else Done(usable), complete)
+        return ChunkEnds(complete if chunk.copy is None else Done(usable), complete)
 
     def _compute(
         self, chunk: Chunk, states: list[Tensor], gradients: list[Tensor], copies: list[Tensor | None]

@@ -20,17 +20,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from zerofold.gradients_away import AwayGradients
 from zerofold.memory import Done, TierMemory, Transfers
-from zerofold.optim.away.chunks import Chunk, Ends, Piece, Run, Scaling, count_of_chunks, runs_of
+from zerofold.optim.away.chunks import Chunk, ChunkEnds, Run, Scaling, SlabWork, count_of_chunks, runs_of
 from zerofold.optim.away.early import EarlyUpdates, Upcoming, versions_of
 from zerofold.optim.away.from_disk import DiskUpdate, Order
 from zerofold.optim.away.on_host import HostUpdate
+from zerofold.optim.away.shares import Shares
 from zerofold.optim.away.slots import Filling, Slot
 from zerofold.optim.away.through_device import DeviceUpdate
-from zerofold.optim.away.timing import Timing
 from zerofold.optim.host_pool import HostPool, PoolJob
 from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.placement import Tier
@@ -47,7 +46,7 @@ class SlabUpdate:
 
     slab: AwaySlab
     jobs: list[Job | PoolJob] = field(default_factory=list)
-    ends: list[Ends] = field(default_factory=list)  # filled by the jobs
+    ends: list[ChunkEnds] = field(default_factory=list)  # filled by the jobs
     submitted: float = field(default_factory=time.perf_counter)
 
     @property
@@ -60,7 +59,7 @@ class SlabUpdate:
 
     def sent(self, done: Done) -> None:
         """A chunk is through, on a thread of the host's."""
-        self.ends.append(Ends(done, done))
+        self.ends.append(ChunkEnds(done, done))
         tape = self.slab.clock.tape
         if tape is not None:
             tape.beside(HOST, self.slab.unit, self.submitted, what="update")
@@ -114,14 +113,14 @@ class AwayUpdates:
         self._from_disk: DiskUpdate | None = None
         self._disk_worker: HostWorker | None = None
         self._order = Order()
-        self._versions: dict[AwaySlab, tuple[int, ...]] = {}  # of states in the file, as the last update left them
+        self._versions: dict[AwaySlab, tuple[int, ...]] = {}  # of states, as the last update left them
         self._under_way: list[SlabUpdate] = []
         self._last: list[Job | PoolJob] = []
-        self._timing = Timing(way.device_share if self._through is not None else 0.0)
+        self._shares = Shares(way.device_share if self._through is not None else 0.0)
         self._keeps_gradients = way.keeps_gradients
         self._lasting = 0  # chunks
         self._special = [] if self._early is None else self._early.slabs
-        self._has_changed = False  # how many stay, in the last update
+        self._is_unlike_others = False  # the last update: the number of chunks that stay changed in it
         self._dealt_for: float | None = None  # the share by which parameters stream now
         self._ran_with: float | None = None  # that of the last update
         self._deal()
@@ -130,12 +129,7 @@ class AwayUpdates:
     def nbytes_on_device(self) -> int:
         return 0 if self._through is None else self._through.nbytes
 
-    def submit(
-        self,
-        work: Sequence[tuple[AwaySlab, list[Piece], tuple[Tensor, Tensor]]],
-        scaling: Scaling,
-        upcoming: Upcoming | None = None,
-    ) -> None:
+    def submit(self, work: Sequence[SlabWork], scaling: Scaling, upcoming: Upcoming | None = None) -> None:
         """`work` in the order in which the slabs are needed; `upcoming`: what the next step would do to a slab. Returns
         at once."""
         self.finish_last()
@@ -145,36 +139,36 @@ class AwayUpdates:
         if self._up is not None:  # what it sends and overwrites is behind what the model is computing
             self._up.wait_stream(torch.cuda.current_stream(self._device))
         if self.way.tunes:
-            self._timing.tune(self._ran_with, is_like_others=not self._has_changed)
-        self._timing.begin()
+            self._shares.tune(self._ran_with, is_like_others=not self._is_unlike_others)
+        self._shares.begin()
         self._ran_with, self._dealt_for = self._dealt_for, None if has_changed else self._dealt_for
-        self._has_changed = has_changed
+        self._is_unlike_others = has_changed
         through, on_disk = self._through, list[tuple[Chunk, SlabUpdate]]()
         if through is not None:
-            changed: set[object] = {slab for slab, _, _ in work if self._versions.get(slab) != versions_of(slab)}
+            changed: set[object] = {each.slab for each in work if self._has_changed(each.slab)}
             if self._early is not None:
                 self._last += self._early.begin_step(scaling, upcoming)
             self._last.append(
                 self._device_worker.submit(partial(through.begin, changed, slots, frozenset(self._special)))
             )
-        for slab, pieces, moments in work:  # the first is under way while the others are prepared
-            update = self._announce(slab)
-            gradients = slab.gradients
+        for each in work:  # the first is under way while the others are prepared
+            update = self._announce(each.slab)
+            gradients = each.slab.gradients
             arrived = gradients.landed if isinstance(gradients, AwayGradients) else Done()
-            for run in runs_of(slab, pieces, moments, scaling, arrived):
-                if slab.tier is Tier.NVME:
+            for run in runs_of(each, scaling, arrived):
+                if each.slab.tier is Tier.NVME:
                     on_disk += [(chunk, update) for chunk in run.chunks()]
                 elif through is not None and run.streams:
-                    self._timing.device_elements += run.size
+                    self._shares.device_elements += run.size
                     update.jobs.append(self._device_worker.submit(_through(through, run, update)))
                 else:
-                    self._timing.host_elements += run.size
+                    self._shares.host_elements += run.size
                     update.jobs += [self._host.submit(chunk, chunk.states, update.sent) for chunk in run.chunks()]
         self._submit_from_disk(on_disk)
         if through is not None:
             stages = self._early is None or self._early.is_paused
             self._last.append(self._device_worker.submit(partial(through.end, stages=stages)))
-        self._last.append(self._pool.submit([], self._timing.end_of_host))
+        self._last.append(self._pool.submit([], self._shares.end_of_host))
         self._deal()  # for the next step, whose gradients go where they will be needed
 
     def _announce(self, slab: AwaySlab) -> SlabUpdate:
@@ -195,13 +189,13 @@ class AwayUpdates:
     def _deal(self) -> None:
         """Which parameters stream through the device: its share of them, spread over the model, but for slabs that stay
         there or are updated early, which do so whole. Their gradients stay there, if the device has room for them."""
-        if self._through is None or self._dealt_for == self._timing.device_share:
+        if self._through is None or self._dealt_for == self._shares.device_share:
             return
         special = self._special
         whole = sum(slab.master.numel() for slab in special)
         rest = sum(slab.master.numel() for slab in self._streaming) - whole
-        share = max(0.0, self._timing.device_share * (rest + whole) - whole) / max(1, rest)
-        self._dealt_for, owed = self._timing.device_share, 0.0
+        share = max(0.0, self._shares.device_share * (rest + whole) - whole) / max(1, rest)
+        self._dealt_for, owed = self._shares.device_share, 0.0
         for slab in self._streaming:
             pieces = slab.layout.pieces(slab.place)
             chosen = list(range(len(pieces))) if slab in special else []
@@ -215,11 +209,11 @@ class AwayUpdates:
                 stays = self._keeps_gradients or slab in special
                 slab.gradients.staying = slab.streamed if stays else frozenset()
 
-    def _fill(self, work: Sequence[tuple[AwaySlab, list[Piece], tuple[Tensor, Tensor]]]) -> list[Slot]:
+    def _fill(self, work: Sequence[SlabWork]) -> list[Slot]:
         """Memory for chunks that stay from now on, no more than there are; or takes some away. Slabs that have some
         stream whole."""
         filling, through = self.way.filling, self._through
-        if filling is None or through is None or not any(slab in self._versions for slab, _, _ in work):
+        if filling is None or through is None or not any(each.slab in self._versions for each in work):
             return []  # the first step of these slabs
         most = sum(count_of_chunks(slab) for slab in self._streaming if slab.copy_of_shard is not None)
         wanted = min(filling.change(), most - self._lasting)
@@ -283,29 +277,29 @@ class AwayUpdates:
             job.wait()
         if self._through is not None:
             self._through.settle()
-            self._timing.device_seconds, self._timing.early_elements = self._through.seconds(), self._through.stood
+            self._shares.device_seconds, self._shares.early_elements = self._through.seconds(), self._through.stood
         self._under_way, self._last = [], []
 
     @property
     def figures(self) -> dict[str, float]:
         """How the last update went that is over."""
-        timing = self._timing
+        shares = self._shares
         return {
             "host_threads": float(self.way.threads),
             "bound_cores": float(len(self.way.cores or ())),
-            "device_share": timing.device_share,
-            "host_elements": float(timing.host_elements),
-            "host_seconds": timing.host_seconds,
-            "device_elements": float(timing.device_elements),
-            "early_elements": float(timing.early_elements),
-            "device_seconds": timing.device_seconds,
+            "device_share": shares.device_share,
+            "host_elements": float(shares.host_elements),
+            "host_seconds": shares.host_seconds,
+            "device_elements": float(shares.device_elements),
+            "early_elements": float(shares.early_elements),
+            "device_seconds": shares.device_seconds,
             **(
                 {
-                    "disk_bytes": float(timing.disk_bytes),
-                    "disk_seconds": timing.disk_seconds,
+                    "disk_bytes": float(shares.disk_bytes),
+                    "disk_seconds": shares.disk_seconds,
                     "disk_mixes": float(self._order.mixes),
                 }
-                if timing.disk_bytes
+                if shares.disk_bytes
                 else {}
             ),
         }
@@ -326,15 +320,19 @@ class AwayUpdates:
             self.finish()
 
     def _bring_to_file(self, slab: AwaySlab) -> None:
-        if self._versions.get(slab) != versions_of(slab):  # filled, loaded or changed by hand: not in the file
+        if self._has_changed(slab):  # its new values are not in the file
             for state in (slab.master, *slab.moments.values()):
                 self._memory.written(state)
+
+    def _has_changed(self, slab: AwaySlab) -> bool:
+        """Its states were filled, loaded or changed by hand since the last update."""
+        return self._versions.get(slab) != versions_of(slab)
 
     def _submit_from_disk(self, queue: list[tuple[Chunk, SlabUpdate]]) -> None:
         if not queue:
             return
         disk, worker = self._ready_for_disk(max(chunk.size for chunk, _ in queue))
-        disk.mixes = self._order.choose(self._timing.disk_rate)
+        disk.mixes = self._order.choose(self._shares.disk_rate)
         updates = {id(chunk): update for chunk, update in queue}
         batches = list(disk.batches([chunk for chunk, _ in queue]))
         for batch, following in zip(batches, [*batches[1:], []], strict=True):
@@ -342,8 +340,8 @@ class AwayUpdates:
             self._last.append(job)
             for chunk in batch:
                 updates[id(chunk)].jobs.append(job)
-        self._timing.disk_bytes = sum(2 * state.nbytes for chunk, _ in queue for state in chunk.states)
-        self._last.append(worker.submit(partial(_end_of_disk, disk, self._timing)))
+        self._shares.disk_bytes = sum(2 * state.nbytes for chunk, _ in queue for state in chunk.states)
+        self._last.append(worker.submit(partial(_end_of_disk, disk, self._shares)))
 
     def _ready_for_disk(self, size: int) -> tuple[DiskUpdate, HostWorker]:
         """With room for chunks of that many elements: parameters that are unfrozen later may need more than others."""
@@ -371,9 +369,9 @@ def _through(device: DeviceUpdate, run: Run, update: SlabUpdate) -> Callable[[],
     return work
 
 
-def _end_of_disk(disk: DiskUpdate, timing: Timing) -> None:
+def _end_of_disk(disk: DiskUpdate, shares: Shares) -> None:
     disk.finish()
-    timing.end_of_disk()
+    shares.end_of_disk()
 
 
 def _from_disk(

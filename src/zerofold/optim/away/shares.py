@@ -14,7 +14,7 @@ _CLEAR_GAIN = 0.97  # of a step's time; less may be chance
 
 
 @dataclass
-class Timing:
+class Shares:
     """Of the last update, and what follows for the next.
 
     The share moves towards the one with which both would have been done together at the rates just seen. It does so for
@@ -23,11 +23,11 @@ class Timing:
     nothing to spare: that is tried now and then, and what it is judged by is the time from update to update. The
     device's own seconds would not do: what else is on the bus waits for it.
 
-    >>> timing = Timing(0.55)
+    >>> shares = Shares(0.55)
     >>> for _ in range(5):  # the host has 2 of 6 parts of the speed
-    ...     timing.tune(timing.device_share, now=0.0)
-    ...     timing.host_seconds, timing.device_seconds = (1 - timing.device_share) / 2, timing.device_share / 4
-    >>> round(timing.together, 3), timing.device_share
+    ...     shares.tune(shares.device_share, now=0.0)
+    ...     shares.host_seconds, shares.device_seconds = (1 - shares.device_share) / 2, shares.device_share / 4
+    >>> round(shares.together, 3), shares.device_share
     (0.667, 1.0)
     """
 
