@@ -40,6 +40,7 @@ ROOMS = [
     "shard_spec",
     "op_rules",
     "refusals",
+    "dcp_chunks",
     "sharded",
     "face_gradient",
     "cutting",

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofold.layout import Box, boxes
-from zerofold.op_rules import Kind, rule_of
+from zerofold.dcp_chunks import block_at, chunk_list, write_items
+from zerofold.op_rules import Kind, OpRule, rule_of
 from zerofold.refusals import COPYING, PICKLING, moved, needs_whole, unreduced, used_up
 from zerofold.shard_spec import ShardSpec
 
@@ -143,38 +143,16 @@ class ShardedTensor(torch.Tensor):
             raise RuntimeError(PICKLING)
         return nn.Parameter(self._whole, self.requires_grad).__reduce_ex__(protocol)
 
-    # What torch.distributed.checkpoint asks of a tensor, so that it saves and reshards these: its chunks are blocks.
+    # torch.distributed.checkpoint calls these.
 
     def __create_chunk_list__(self) -> list[Any]:
-        return [_dcp().metadata.ChunkStorageMetadata(*_sizes(box)) for box in self._boxes()]
+        return chunk_list(self._spec)
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
-        dcp = _dcp()
-        properties = dcp.metadata.TensorProperties.create_from_tensor(self._local)
-        items = []
-        for box in self._boxes():
-            offsets, sizes = _sizes(box)
-            data = dcp.planner.TensorWriteData(
-                dcp.metadata.ChunkStorageMetadata(offsets, sizes), properties, self.shape
-            )
-            index = dcp.metadata.MetadataIndex(fqn, offsets)
-            items.append(dcp.planner.WriteItem(index, dcp.planner.WriteItemType.SHARD, tensor_data=data))
-        return items
+        return write_items(fqn, self._spec, self._local)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        first = self._spec.own[0]
-        for box in self._boxes():
-            if box.offsets == tuple(index.offset):
-                return self.local.view(-1)[box.start - first : box.stop - first].view(box.sizes)
-        raise ValueError(f"'{self._spec.name}': this rank has no block at {tuple(index.offset)}")
-
-    def _boxes(self) -> list[Box]:
-        if self._spec.is_part:
-            raise RuntimeError(
-                f"'{self._spec.name}', of shape {tuple(self.shape)}, is this rank's part of a larger parameter, which "
-                "torch.distributed.checkpoint would take for all of it: use zf.save, or zf.export for the weights alone"
-            )
-        return list(boxes(self._spec.shape, *self._spec.own))
+        return block_at(index.offset, self._spec, self.local)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; all ranks must call it (the same as `zf.full`)."""
@@ -194,16 +172,6 @@ class ShardedTensor(torch.Tensor):
         for handle in handles:
             handle.wait()
         return whole
-
-
-def _dcp() -> Any:
-    import torch.distributed.checkpoint as dcp  # which takes half a second, so only who saves with it pays
-
-    return dcp
-
-
-def _sizes(box: Box) -> tuple[torch.Size, torch.Size]:
-    return torch.Size(box.offsets), torch.Size(box.sizes)
 
 
 class ShardedParameter(ShardedTensor):
@@ -247,10 +215,11 @@ def _draw(func: Any, tensor: ShardedTensor, args: tuple[Any, ...], kwargs: dict[
 
 
 def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs what gives the same pieces on every rank as it would cut from the whole; refuses the rest."""
     if func is aten.constant_pad_nd.default and not any(args[1]):
         func, args, kwargs = aten.clone.default, args[:1], {}  # Transformers pads tied heads' biases, mostly by nothing
-    rule = rule_of(func)
-    first = next(_sharded_in(args, kwargs))
+    rule, sharded = rule_of(func), list(_sharded_in(args, kwargs))
+    first = sharded[0]
     if func is aten._to_copy.default and (isinstance(first, ShardedParameter) or first.is_cleared):
         raise RuntimeError(moved(first._spec))  # Module.to and its kin, which go through parameters and gradients
     if rule.kind is Kind.SAME_DATA:
@@ -259,41 +228,26 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         first._spec.step.look(first._local)
     changed = [kwargs.get(place) if isinstance(place, str) else args[place] for place in rule.written]
     written = [tensor for each in changed for tensor in (each if isinstance(each, (list, tuple)) else (each,))]
-    for tensor in written:
-        if isinstance(tensor, ShardedTensor) and not tensor.is_cleared and tensor.is_being_read:
-            tensor._spec.step.settle()
-            tensor.is_being_read = False
-    if any(tensor.is_used_up for tensor in _sharded_in(args, kwargs)):
-        if not rule.zeroes:
-            raise RuntimeError(used_up(first._spec))
-        for tensor in _sharded_in(args, kwargs):
-            tensor.was_zeroed = True
-            if not tensor.is_used_up:  # the memory of the others is no longer their own
-                tensor._local.zero_()
-                tensor.known_norm = None
+    _wait_for_readers(written)
+    if any(tensor.is_used_up for tensor in sharded):
+        _zero_used_up(rule, sharded)
         return args[0] if rule.returns_written else None
-    if rule.draws and args[0] is first and first._spec.loose is not None:
-        return _draw(func, first, args[1:], kwargs)
-    if rule.summarises and args[0] is first and first._spec.loose is not None:
+    if (rule.draws or rule.summarises) and args[0] is first and first._spec.loose is not None:
+        if rule.draws:
+            return _draw(func, first, args[1:], kwargs)
         return func(first.full_tensor(), *args[1:], **kwargs)
-    runs_whole = all(_is_whole(tensor._spec) for tensor in _sharded_in(args, kwargs))
+    runs_whole = all(_is_whole(tensor._spec) for tensor in sharded)
     is_norm = func is aten.linalg_vector_norm.default and len(args) < 3 and first._spec.step.joins_norms
     if rule.kind is Kind.REFUSED and not runs_whole and not is_norm:
         raise RuntimeError(needs_whole(func, first._spec))
     if not rule.zeroes:
-        for tensor in _sharded_in(args, kwargs):
+        for tensor in sharded:
             if tensor.is_unreduced:
                 raise RuntimeError(unreduced(tensor._spec))
-    if is_norm and not runs_whole:
-        return _norm_over_ranks(first, *args[1:])
-    for tensor in () if runs_whole else written:
-        # A whole parameter with a cut gradient would be updated in this rank's range only, unnoticed by the others.
-        if isinstance(tensor, Tensor) and not isinstance(tensor, ShardedTensor) and tensor.dim() > 0:
-            raise RuntimeError(
-                f"{func._schema.name.split('::')[1]} would change a whole tensor by the cut '{first._spec.name}': an "
-                "optimizer built on whole parameters must be attached with zf.attach(model, optimizer); other code "
-                "can use zf.full"
-            )
+    if not runs_whole:
+        if is_norm:
+            return _norm_over_ranks(first, *args[1:])
+        _refuse_whole_targets(func, written, first)
     if rule.kind is Kind.ELEMENTWISE and not runs_whole:
         local_args = tuple(_piece_of(value, func, first._spec) for value in args)
         local_kwargs = {key: _piece_of(value, func, first._spec) for key, value in kwargs.items()}
@@ -313,6 +267,36 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if rule.kind is Kind.LISTS:
         return [_like(piece, like) for piece, like in zip(result, args[0], strict=True)]
     return _like(result, first) if rule.kind is Kind.ELEMENTWISE else result
+
+
+def _wait_for_readers(written: list[Any]) -> None:
+    """An update under way may still read a gradient that is about to be changed."""
+    for tensor in written:
+        if isinstance(tensor, ShardedTensor) and not tensor.is_cleared and tensor.is_being_read:
+            tensor._spec.step.settle()
+            tensor.is_being_read = False
+
+
+def _zero_used_up(rule: OpRule, sharded: list[ShardedTensor]) -> None:
+    """Gradients whose memory the step has taken can only be cleared: that is noted, and nothing written there."""
+    if not rule.zeroes:
+        raise RuntimeError(used_up(sharded[0]._spec))
+    for tensor in sharded:
+        tensor.was_zeroed = True
+        if not tensor.is_used_up:
+            tensor._local.zero_()
+            tensor.known_norm = None
+
+
+def _refuse_whole_targets(func: Any, written: list[Any], first: ShardedTensor) -> None:
+    """A whole parameter with a cut gradient would be updated in this rank's range only, unnoticed by the others."""
+    for tensor in written:
+        if isinstance(tensor, Tensor) and not isinstance(tensor, ShardedTensor) and tensor.dim() > 0:
+            raise RuntimeError(
+                f"{func._schema.name.split('::')[1]} would change a whole tensor by the cut '{first._spec.name}': an "
+                "optimizer built on whole parameters must be attached with zf.attach(model, optimizer); other code "
+                "can use zf.full"
+            )
 
 
 def _tell_all(found_inf: Tensor, spec: ShardSpec) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,15 +74,7 @@ class Fused:
         self.divisor = divisor
         self._kernel = torch._fused_adamw_ if settings.decoupled else torch._fused_adam_
         self._step = [torch.tensor(float(step))]
-        self._numbers: dict[str, Any] = {
-            "lr": settings.lr,
-            "beta1": settings.beta1,
-            "beta2": settings.beta2,
-            "weight_decay": settings.weight_decay,
-            "eps": settings.eps,
-            "amsgrad": False,
-            "maximize": settings.maximize,
-        }
+        self._numbers = settings.of_kernel
 
     def __call__(self, master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         self._kernel(

@@ -21,13 +21,7 @@ def update(
         [each.exp_avg_sq for each in tensors],
         [],
         [],
-        lr=settings.lr,
-        beta1=settings.beta1,
-        beta2=settings.beta2,
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-        amsgrad=False,
-        maximize=settings.maximize,
+        **settings.of_kernel,
     )
     for each in tensors:
         torch.autograd.graph.increment_version(each.master)

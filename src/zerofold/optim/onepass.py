@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,19 @@ class AdamSettings:
     decoupled: bool = True
     """AdamW: the decay shrinks the parameter. Otherwise it joins the gradient, as in Adam."""
     maximize: bool = False
+
+    @property
+    def of_kernel(self) -> dict[str, Any]:
+        """As torch's fused kernels take them; whether decay is decoupled chooses the kernel."""
+        return {
+            "lr": self.lr,
+            "beta1": self.beta1,
+            "beta2": self.beta2,
+            "weight_decay": self.weight_decay,
+            "eps": self.eps,
+            "amsgrad": False,
+            "maximize": self.maximize,
+        }
 
     def step_size(self, step: int) -> float:
         """The learning rate over the first moment's bias correction."""
