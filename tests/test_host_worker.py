@@ -19,7 +19,7 @@ import torch
 
 from zerofold.optim.away import on_host
 from zerofold.optim.away.chunks import PieceWork, Scaling
-from zerofold.optim.away.shares import Shares
+from zerofold.optim.away.tuned_share import TunedShare
 from zerofold.optim.host_pool import HostPool
 from zerofold.optim.host_speed import HostSpeed, HostTrial, best_of, host_candidates, measure_host_update
 from zerofold.optim.host_worker import HostWorker
@@ -158,7 +158,7 @@ def test_a_job_that_is_over_keeps_nothing() -> None:
 def _shares(steps: int, seconds: Callable[[int, float], tuple[float, float]], bus: float = 0.0) -> list[float]:
     """Of each update, as they come about: what is dealt now streams in the next step. `bus`: what a step takes longer
     when all of an update is on it."""
-    timing, dealt, ran_with, shares, now = Shares(0.65), 0.65, None, [], 0.0
+    timing, dealt, ran_with, shares, now = TunedShare(0.65), 0.65, None, [], 0.0
     for step in range(steps):
         timing.tune(ran_with, now)
         timing.begin()
@@ -203,7 +203,7 @@ def test_the_device_does_not_update_alone_where_other_work_waits_for_the_bus() -
 
 def test_a_share_of_all_or_nothing_stays() -> None:
     for share in (0.0, 1.0):
-        timing = Shares(share)
+        timing = TunedShare(share)
         for _ in range(6):
             timing.tune(share)
             timing.host_seconds, timing.device_seconds = 1.0, 0.5

@@ -24,7 +24,7 @@ import zerofold as zf
 from zerofold.compat.fsdp_calls import _to_read
 from zerofold.engine import Engine
 from zerofold.optim.away import chunks, slots, through_device
-from zerofold.optim.away.shares import Shares
+from zerofold.optim.away.tuned_share import TunedShare
 from zerofold.optim.away.updates import AwayUpdates, Way
 from zerofold.shard_spec import StepScope
 
@@ -509,7 +509,7 @@ def test_an_update_of_which_nothing_streams(ranks: Any) -> None:
 
 def share_after(alone: float, *, device_seconds: float = 0.1, is_like_others: bool = True) -> float:
     """With steps of one second each, but for the two in which the device is alone."""
-    timing, now, ran_with = Shares(0.5), 0.0, 0.5
+    timing, now, ran_with = TunedShare(0.5), 0.0, 0.5
     for step in range(12):
         is_alone = ran_with == 1
         timing.host_seconds, timing.device_seconds = 0.5, device_seconds if is_alone else 0.5

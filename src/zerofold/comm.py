@@ -83,8 +83,8 @@ class Handle:
         tape = comm.traffic.clock.tape
         if tape is not None and tape.traces and works:
             self._begun = tape.stamp()
-            # Of several works the last to be started ends last, or nearly so. Whoever waits for one of a device makes a
-            # stream wait, so there nobody looks.
+            # Of several works the last to be started ends last, or nearly so. Only on gloo and the CPU does waiting for
+            # it tell when it ended: elsewhere that makes a stream wait, and returns at once.
             if comm.is_gloo and comm.device.type == "cpu":
                 tape.ends_of(comm).watch(works[-1], self._note_end)
 
@@ -108,7 +108,8 @@ class Handle:
             waited = tape.end()
         if self._begun is not None:
             seen = self._ended
-            if seen is None or (isinstance(waited, float) and waited < seen):  # who looks may get its turn later
+            # The thread that looks for the end may get its turn after this one has gone on: then this one knows better.
+            if seen is None or (isinstance(waited, float) and waited < seen):
                 seen = waited
             tape.on_wire(call.purpose, call.unit, self._begun, call.nbytes, seen)
             self._begun = None
@@ -167,11 +168,12 @@ class Comm:
         self.is_alone = backend in ALONE
         self.watcher: Watcher | None = None
         self.calls: deque[Call] = deque(maxlen=REMEMBERED)
-        self.count = 0
+        self.count = 0  # of all calls so far: the next one's position, the same on every rank
+        # What the watch reads, and the other ranks are told, when a call takes long:
         self.latest: Handle | None = None
         self.blocked: Call | None = None  # this rank has been waiting in it for a while
         self.about: Call | None = None  # what this rank is to call next, once the others confirm it
-        self.custom: Custom | None = None
+        self.custom: Custom | None = None  # which call follows which: one that is new in its place is to be confirmed
 
     def broadcast(self, tensor: Tensor, source: int, *, unit: str) -> Handle:
         return self._start(

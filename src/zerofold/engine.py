@@ -141,6 +141,7 @@ class Engine:
         self._places_of = -1  # the count of changes for which they hold
         self.after_step: list[Callable[[], None]] = []  # steps that were applied
         self.averages: list[object] = []  # of the weights
+        self.is_swapped = False  # an average's values are in the model for a while, in place of the weights
         self.schedulers: list[Any] = []  # advanced after the steps of attached optimizers
         self.before_change: list[Callable[[], None]] = []  # what must be over before a state may change
         self.saving: object = None  # a checkpoint being written in the background
@@ -148,7 +149,6 @@ class Engine:
         self.staging: Any = None  # host memory for it
         self.recording: Any = None  # of time and peaks, the last that was asked for
         self.parked: Any = None  # states that are in host memory for a while
-        self.is_swapped = False  # one of them is in the model for a while
         self.on_close: list[Callable[[], None]] = []
         self.is_closed = False
         setattr(model, ATTRIBUTE, self)

@@ -73,7 +73,7 @@ class Home(NamedTuple):
     memory: TierMemory
     transfers: Transfers
     tiers: Mapping[str, Tiers]  # by unit
-    adds_up: bool = False  # a step is made of several backwards
+    adds_up: bool = False  # a step is made of several backwards, whose gradients are added up
     engine: EngineLink | None = None
 
 

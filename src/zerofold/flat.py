@@ -16,6 +16,8 @@ from zerofold.memory import FlatStorage, StorageCache
 
 
 class FlatParameters:
+    """The parameters of a slab, made views of one storage. What of it a rank keeps is the business of `slab`."""
+
     def __init__(self, entries: list[Entry], layout: FlatLayout, device: torch.device, cache: StorageCache) -> None:
         self.entries, self.layout, self._device = entries, layout, device
         for entry in entries:

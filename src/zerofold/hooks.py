@@ -56,7 +56,7 @@ class Hooks:
         self._calls = Calls()
         self._accumulation: Accumulation | None = None
         self._is_in_pipeline = False  # between the first forward and the last backward of a pipeline's step
-        self._outermost: set[Unit] = set()  # units that the user called himself, last time
+        self._outermost: set[Unit] = set()  # units whose last call came from the user, not from a module around them
         self.out_of_memory: Callable[[BaseException | None], None] = lambda error: None  # called with it
         self.weight = 1.0  # of this rank's gradients among all ranks'; another one inside zf.join
         backward.before_release = self._forget_lent
@@ -108,7 +108,7 @@ class Hooks:
         if torch.compiler.is_compiling():
             return None
         unit = self._unit_of[module]
-        # Other micro-batches may use it too.
+        # Of several micro-batches under way one may have the unit in use while another calls a module inside it.
         is_in_use = self.schedule.is_in_use(unit) and not (self._accumulation is not None and self._is_outside())
         if is_in_use or (unit in self._calls.lent and self.schedule.is_kept(unit)):
             return None
@@ -156,6 +156,12 @@ class Hooks:
         calls = self._calls
         return not (calls.running or calls.inner is not None or in_backward() or self.schedule.retraces)
 
+    def _forget_inner(self) -> None:
+        """At a new beginning: with no unit's forward under way, a call of an inner module that is still noted has
+        raised."""
+        if not self._calls.running:
+            self._calls.inner = None
+
     def _enter_forward(self) -> bool:
         """Whether it is an outermost one."""
         if not self._is_outside():
@@ -174,8 +180,8 @@ class Hooks:
             # Ctrl-C in an earlier forward: torch calls hooks behind exceptions, and that is none to it.
             self._calls = Calls()
             self.schedule.forget_forward()
-        if unit is self.schedule.root and not self._calls.running:
-            self._calls.inner = None  # whatever came before has ended, or raised
+        if unit is self.schedule.root:
+            self._forget_inner()
         call = UnitCall(unit)
         if not in_backward():
             call.is_outermost = self._enter_forward()
@@ -249,8 +255,7 @@ class Hooks:
     # all micro-batches of a step at once
 
     def begin_accumulation(self, accumulation: Accumulation) -> None:
-        if not self._calls.running:
-            self._calls.inner = None  # whatever came before has ended, or raised
+        self._forget_inner()
         if self._accumulation is not None or not self._enter_forward():
             raise RuntimeError(
                 "zf.accumulate was called inside a forward or a backward of the same model: call it outside"
@@ -286,8 +291,7 @@ class Hooks:
     # a pipeline's step: forwards and backwards of all micro-batches, in the order of its schedule
 
     def begin_pipeline(self, *, trains: bool = True) -> None:
-        if not self._calls.running:
-            self._calls.inner = None  # whatever came before has ended, or raised
+        self._forget_inner()
         if self._is_in_pipeline or self._accumulation is not None or not self._enter_forward():
             raise RuntimeError(
                 "a pipeline's step was called inside a forward or a backward of its model: call it outside"

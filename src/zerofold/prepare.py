@@ -90,16 +90,14 @@ def prepare(
     said = {"stage": stage, "precision": precision, "accumulate": accumulate, "buffer_bytes": buffer_bytes}
     chosen: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     chosen |= {"mesh": mesh, "cut": cut, "overlap": overlap, "cost": cost or update_cost(optimizer)}
-    if offload is not None:
-        chosen["offload"] = offload
     if config is not None:
         check_ready(placed)
         settings = configured(config, placed, optimizer, {**said, "clip": clip, "mesh": mesh})
         chosen |= shard_arguments(settings, optimizer) | {"accumulate": settings.accumulate}
-        if offload is not None:
-            chosen["offload"] = offload
         clip = settings.clip
         scheduler = scheduler or scheduler_of(settings, optimizer)
+    if offload is not None:
+        chosen["offload"] = offload
     if isinstance(mesh, Mesh):
         _spread(placed, mesh, optimizer)
     shard(

@@ -50,8 +50,8 @@ class Reducer:
     def __init__(self, comm: Comm, across: Comm | None, pool: BufferPool) -> None:
         self.comm, self.across, self.pool = comm, across, pool
         self.loss_scale = 1.0  # by which all local gradients are too large
-        self._pending: deque[Callable[[], None]] = deque()
-        self._averaged: set[int] = set()  # shards that may be under way across groups, by id
+        self._pending: deque[Callable[[], None]] = deque()  # each ends what is under way with one chunk, oldest first
+        self._averaged: set[int] = set()  # ids of shards of which a part may be under way across groups
 
     def all_reduce(self, flat: Tensor, *, unit: str) -> None:
         """Averages `flat`, already divided by N, in place on every rank."""

@@ -35,6 +35,7 @@ class ReductionOrder:
         self.buffers = buffers
         # Until an order is learned: the last-defined unit first, the root's embeddings last.
         self._order = [slab for unit in [*units[:0:-1], units[0]] for slab in unit.trainable_slabs]
+        # In this backward: those of the order that had a gradient on any rank last time.
         self._expected = list(self._order)
         self._order_is_learned = False
         self.suspended = False  # inside no_sync

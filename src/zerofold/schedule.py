@@ -1,4 +1,4 @@
-"""Which unit next: when to gather, release and reduce. It knows units and their placement, never a stage.
+"""Which unit next: when to gather and when to release. It knows units and their placement, never a stage.
 
             unit 0        unit 1        unit 2            (parameters cut, forward)
 gather   [g0][g1]      [g2] …                             ahead of use, as far as the live bytes allow
@@ -29,7 +29,16 @@ def in_backward() -> bool:
 
 
 class Schedule:
-    """Gathers ahead, releases behind, and hands gradients to the reduction in an order all ranks share."""
+    """Gathers ahead and releases behind.
+
+    A unit is not released while it is pinned, for one of these reasons:
+
+    in use      a forward or a backward of it is running
+    kept        until backward ends: autograd may come back to it unannounced, or a module inside it was called by
+                itself (then it is lent)
+    staying     for good: somebody may hold an alias of its parameters
+    holders     all units, inside full_params
+    """
 
     def __init__(
         self, units: list[Unit], reductions: ReductionOrder, clock: Clock, *, live_bytes: int, overlap: bool
@@ -48,9 +57,9 @@ class Schedule:
         self._position = 0  # in _order while forward runs, in _ends while backward runs
         self._in_forward: Counter[Unit] = Counter()  # calls under way
         self._in_backward: Counter[Unit] = Counter()
-        self._kept: set[Unit] = set()  # until backward ends: autograd may come back to them unannounced
-        self._lent: set[Unit] = set()  # among the kept: for a call of a module inside them
-        self._staying: set[Unit] = set()  # for good: see _stay
+        self._kept: set[Unit] = set()
+        self._lent: set[Unit] = set()  # among the kept
+        self._staying: set[Unit] = set()
         self._live = 0
         self._stepped: list[object] = []  # optimizers, since parameters or gradients were last used
         self._followed: set[object] = set()  # optimizers that another one came after last time
@@ -196,7 +205,7 @@ class Schedule:
         self._lent.difference_update(units)
 
     def resized(self, unit: Unit, by: int) -> None:
-        """A gathered unit takes more or less memory than it did."""
+        """A gathered unit has got other slabs, which take more or less memory."""
         self._live += by
 
     def wait_all(self) -> None:
@@ -243,9 +252,9 @@ class Schedule:
         return self.is_in_use(unit) or unit in self._kept or unit in self._staying or self.holders > 0
 
     def _stay(self, unit: Unit) -> None:
-        """Somebody touched released parameters that nobody cut, outside their unit. What he has of them may be an alias
-        (a state dict, a tensor of a graph), so their memory stays from now on. For the same reason such parameters are
-        never ready but in use: others would not be noticed.
+        """Somebody touched released parameters, which are not cut, outside their unit. That may have left an alias of
+        them (in a state dict, in a graph), so their memory stays from now on. It is also why such a unit is never
+        gathered ahead or kept for later: a touch of parameters that are ready would go unnoticed.
         """
         self._staying.add(unit)
         self.make_current(unit)
@@ -292,7 +301,7 @@ class Schedule:
             self._live -= unit.full_nbytes
 
     def _make_room(self, nbytes: int) -> None:
-        """Drops wrong guesses, and units kept for a later use, before the live bytes would pass their bound."""
+        """Releases what was gathered ahead, or kept for a later use, before live bytes would pass their bound."""
         for unit in self.units:
             if self._live + nbytes <= self.live_bytes:
                 return
@@ -300,6 +309,7 @@ class Schedule:
                 self._release(unit)
 
     def _goes_back(self) -> bool:
+        """Whether units are needed in the reverse order, their forwards included: those are recomputations."""
         return self.retraces or in_backward()
 
     def _upcoming(self, expects_backward: bool) -> Iterator[Unit]:

@@ -14,10 +14,13 @@ from zerofold.comm import Comm
 
 
 class StepScope:
-    """Whether an attached optimizer's step is running; one for all parameters of a model.
+    """What all sharded tensors of a model must know about the moment in which they are used; one for each model.
 
-    Only then may what needs a whole tensor run on its owner alone. Elsewhere it would give the owner something that
-    the other ranks do not have, a norm of its own parameters for instance.
+    is_open         An attached optimizer's step is running. Only then may what needs a whole tensor run on its owner
+                    alone: elsewhere it would give the owner something that the other ranks do not have, a norm of its
+                    own parameters for instance. Until `close`, gradients may be hidden from the optimizer.
+    is_under_way    Copies or updates of offloaded states run beside everything else: `look` and `settle` wait for them.
+    parked          States whose memory is on the host for a while: whoever touches one of them is refused.
     """
 
     def __init__(self) -> None:
@@ -30,8 +33,9 @@ class StepScope:
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def look(self, local: Tensor) -> None:
-        """Before a piece is touched: an update of it ends; reading memory that is away would crash the process. What is
-        on an accelerator has its streams for that, and is updated there."""
+        """Called before a piece is touched. One in host memory may be under an update, which is waited for; on an
+        accelerator streams keep the order. One that is parked has no memory, and reading it would crash the process.
+        """
         if local.device.type == "cpu":
             self.settle()
         if self.parked and local.numel() and not local.untyped_storage().nbytes():
@@ -74,7 +78,8 @@ class StepScope:
 
 
 class Loose(NamedTuple):
-    """Of a parameter that was cut by itself, while no model is sharded: its place among such, equal on all ranks."""
+    """Of a parameter that was cut by itself, before any model was sharded: its place among all such. All ranks cut them
+    in one order, so the place is the same everywhere and tells them apart."""
 
     started: int  # rank 0's clock, when the first of them was cut
     number: int

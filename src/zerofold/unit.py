@@ -37,7 +37,8 @@ class Unit:
         self.name, self.module, self.slabs, self.index = name, module, slabs, index
         self.clock = slabs[0].clock if slabs else Clock()
         self.is_cut = row.parameters.is_cut
-        self.fetch: Callable[[Unit], None] = Unit.wait  # called when released parameters that nobody cut are touched
+        # Called when somebody touches a parameter that is released though it is not cut, as on a rank alone.
+        self.fetch: Callable[[Unit], None] = Unit.wait
         self._look_at_slabs()
         self._refusals: dict[str, Callable[[], None]] = {}
         self._state = State.READY

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from zerofold.gradients_on_faces import FaceGradients
 from zerofold.memory import Done
-from zerofold.optim.away.chunks import Chunk, ChunkEnds, Scaling, SlabWork, count_of_chunks, runs_of
+from zerofold.optim.away.chunks import Chunk, Scaling, SlabWork, count_of_chunks, runs_of
+from zerofold.optim.away.slab_update import SlabUpdate
 from zerofold.optim.away.through_device import DeviceUpdate
 from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.slab_away import AwaySlab
@@ -31,12 +32,8 @@ Upcoming = Callable[[AwaySlab], SlabWork | None]
 """What the next step would do to a slab; None where nobody can tell."""
 
 
-class LastUpdate(Protocol):
-    ends: list[ChunkEnds]
-
-
 class _Announced(NamedTuple):
-    update: LastUpdate
+    update: SlabUpdate
     versions: tuple[int, ...]
 
 
@@ -64,7 +61,7 @@ class EarlyUpdates:
     def is_paused(self) -> bool:
         return self._paused > 0
 
-    def announce(self, slab: AwaySlab, update: LastUpdate, versions: tuple[int, ...]) -> None:
+    def announce(self, slab: AwaySlab, update: SlabUpdate, versions: tuple[int, ...]) -> None:
         """The step updates the slab, whose states then have these versions unless somebody changes them."""
         self._last[slab] = _Announced(update, versions)
 
@@ -101,7 +98,7 @@ class EarlyUpdates:
             self._worker.submit(partial(self._run, [(chunk, chunk.work) for chunk in chunks], last.update))
         )
 
-    def _run(self, chunks: Sequence[tuple[Chunk, str]], last: LastUpdate) -> None:
+    def _run(self, chunks: Sequence[tuple[Chunk, str]], last: SlabUpdate) -> None:
         for end in last.ends:
             end.complete.finish()
         for chunk, work in chunks:

@@ -13,62 +13,28 @@ tried early, under backward, as the device has room for a second copy of (`early
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from zerofold.gradients_away import AwayGradients
 from zerofold.memory import Done, TierMemory, Transfers
-from zerofold.optim.away.chunks import Chunk, ChunkEnds, Run, Scaling, SlabWork, count_of_chunks, runs_of
+from zerofold.optim.away.chunks import Chunk, Run, Scaling, SlabWork, count_of_chunks, runs_of
 from zerofold.optim.away.early import EarlyUpdates, Upcoming, versions_of
-from zerofold.optim.away.from_disk import DiskUpdate, Order
 from zerofold.optim.away.on_host import HostUpdate
-from zerofold.optim.away.shares import Shares
+from zerofold.optim.away.slab_update import SlabUpdate
 from zerofold.optim.away.slots import Filling, Slot
 from zerofold.optim.away.through_device import DeviceUpdate
+from zerofold.optim.away.through_file import FileUpdates
+from zerofold.optim.away.tuned_share import TunedShare
 from zerofold.optim.host_pool import HostPool, PoolJob
 from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.placement import Tier
 from zerofold.slab import Slab
 from zerofold.slab_away import AwaySlab
-from zerofold.timing import DISK, HOST
-
-_PAGE = 1024  # elements of 4 bytes
-
-
-@dataclass
-class SlabUpdate:
-    """One slab's update under way."""
-
-    slab: AwaySlab
-    jobs: list[Job | PoolJob] = field(default_factory=list)
-    ends: list[ChunkEnds] = field(default_factory=list)  # filled by the jobs
-    submitted: float = field(default_factory=time.perf_counter)
-
-    @property
-    def waits_for(self) -> str:
-        return DISK if self.slab.tier is Tier.NVME else HOST
-
-    @property
-    def is_near(self) -> bool:
-        return all(job.is_done for job in self.jobs) and all(end.usable.is_under_way for end in self.ends)
-
-    def sent(self, done: Done) -> None:
-        """A chunk is through, on a thread of the host's."""
-        self.ends.append(ChunkEnds(done, done))
-        tape = self.slab.clock.tape
-        if tape is not None:
-            tape.beside(HOST, self.slab.unit, self.submitted, what="update")
-
-    def wait(self) -> None:
-        for job in self.jobs:
-            job.wait()
-        for end in self.ends:
-            end.usable.wait()
 
 
 @dataclass(frozen=True)
@@ -110,14 +76,11 @@ class AwayUpdates:
             self._device_worker = HostWorker(1, None)
             if way.early:
                 self._early = EarlyUpdates(self._through, self._device_worker, self._streaming, way.ahead)
-        self._from_disk: DiskUpdate | None = None
-        self._disk_worker: HostWorker | None = None
-        self._order = Order()
+        self._in_file = FileUpdates(memory, self._host)
         self._versions: dict[AwaySlab, tuple[int, ...]] = {}  # of states, as the last update left them
         self._under_way: list[SlabUpdate] = []
         self._last: list[Job | PoolJob] = []
-        self._shares = Shares(way.device_share if self._through is not None else 0.0)
-        self._keeps_gradients = way.keeps_gradients
+        self._share = TunedShare(way.device_share if self._through is not None else 0.0)
         self._lasting = 0  # chunks
         self._special = [] if self._early is None else self._early.slabs
         self._is_unlike_others = False  # the last update: the number of chunks that stay changed in it
@@ -139,8 +102,9 @@ class AwayUpdates:
         if self._up is not None:  # what it sends and overwrites is behind what the model is computing
             self._up.wait_stream(torch.cuda.current_stream(self._device))
         if self.way.tunes:
-            self._shares.tune(self._ran_with, is_like_others=not self._is_unlike_others)
-        self._shares.begin()
+            self._share.tune(self._ran_with, is_like_others=not self._is_unlike_others)
+        self._share.begin()
+        self._in_file.begin()
         self._ran_with, self._dealt_for = self._dealt_for, None if has_changed else self._dealt_for
         self._is_unlike_others = has_changed
         through, on_disk = self._through, list[tuple[Chunk, SlabUpdate]]()
@@ -159,16 +123,16 @@ class AwayUpdates:
                 if each.slab.tier is Tier.NVME:
                     on_disk += [(chunk, update) for chunk in run.chunks()]
                 elif through is not None and run.streams:
-                    self._shares.device_elements += run.size
+                    self._share.device_elements += run.size
                     update.jobs.append(self._device_worker.submit(_through(through, run, update)))
                 else:
-                    self._shares.host_elements += run.size
+                    self._share.host_elements += run.size
                     update.jobs += [self._host.submit(chunk, chunk.states, update.sent) for chunk in run.chunks()]
-        self._submit_from_disk(on_disk)
+        self._last += self._in_file.submit(on_disk)
         if through is not None:
             stages = self._early is None or self._early.is_paused
             self._last.append(self._device_worker.submit(partial(through.end, stages=stages)))
-        self._last.append(self._pool.submit([], self._shares.end_of_host))
+        self._last.append(self._pool.submit([], self._share.end_of_host))
         self._deal()  # for the next step, whose gradients go where they will be needed
 
     def _announce(self, slab: AwaySlab) -> SlabUpdate:
@@ -189,13 +153,13 @@ class AwayUpdates:
     def _deal(self) -> None:
         """Which parameters stream through the device: its share of them, spread over the model, but for slabs that stay
         there or are updated early, which do so whole. Their gradients stay there, if the device has room for them."""
-        if self._through is None or self._dealt_for == self._shares.device_share:
+        if self._through is None or self._dealt_for == self._share.device_share:
             return
         special = self._special
         whole = sum(slab.master.numel() for slab in special)
         rest = sum(slab.master.numel() for slab in self._streaming) - whole
-        share = max(0.0, self._shares.device_share * (rest + whole) - whole) / max(1, rest)
-        self._dealt_for, owed = self._shares.device_share, 0.0
+        share = max(0.0, self._share.device_share * (rest + whole) - whole) / max(1, rest)
+        self._dealt_for, owed = self._share.device_share, 0.0
         for slab in self._streaming:
             pieces = slab.layout.pieces(slab.place)
             chosen = list(range(len(pieces))) if slab in special else []
@@ -206,7 +170,7 @@ class AwayUpdates:
                     chosen.append(index)
             slab.streamed = frozenset(chosen)
             if isinstance(slab.gradients, AwayGradients):
-                stays = self._keeps_gradients or slab in special
+                stays = self.way.keeps_gradients or slab in special
                 slab.gradients.staying = slab.streamed if stays else frozenset()
 
     def _fill(self, work: Sequence[SlabWork]) -> list[Slot]:
@@ -277,31 +241,23 @@ class AwayUpdates:
             job.wait()
         if self._through is not None:
             self._through.settle()
-            self._shares.device_seconds, self._shares.early_elements = self._through.seconds(), self._through.stood
+            self._share.device_seconds, self._share.early_elements = self._through.seconds(), self._through.stood
         self._under_way, self._last = [], []
 
     @property
     def figures(self) -> dict[str, float]:
         """How the last update went that is over."""
-        shares = self._shares
+        share = self._share
         return {
             "host_threads": float(self.way.threads),
             "bound_cores": float(len(self.way.cores or ())),
-            "device_share": shares.device_share,
-            "host_elements": float(shares.host_elements),
-            "host_seconds": shares.host_seconds,
-            "device_elements": float(shares.device_elements),
-            "early_elements": float(shares.early_elements),
-            "device_seconds": shares.device_seconds,
-            **(
-                {
-                    "disk_bytes": float(shares.disk_bytes),
-                    "disk_seconds": shares.disk_seconds,
-                    "disk_mixes": float(self._order.mixes),
-                }
-                if shares.disk_bytes
-                else {}
-            ),
+            "device_share": share.device_share,
+            "host_elements": float(share.host_elements),
+            "host_seconds": share.host_seconds,
+            "device_elements": float(share.device_elements),
+            "early_elements": float(share.early_elements),
+            "device_seconds": share.device_seconds,
+            **self._in_file.figures,
         }
 
     def close(self) -> None:
@@ -315,8 +271,7 @@ class AwayUpdates:
                 ends.callback(self._device_worker.close)
             if self._early is not None:
                 ends.callback(self._early.close)
-            if self._disk_worker is not None:
-                ends.callback(self._disk_worker.close)
+            ends.callback(self._in_file.close)
             self.finish()
 
     def _bring_to_file(self, slab: AwaySlab) -> None:
@@ -328,33 +283,6 @@ class AwayUpdates:
         """Its states were filled, loaded or changed by hand since the last update."""
         return self._versions.get(slab) != versions_of(slab)
 
-    def _submit_from_disk(self, queue: list[tuple[Chunk, SlabUpdate]]) -> None:
-        if not queue:
-            return
-        disk, worker = self._ready_for_disk(max(chunk.size for chunk, _ in queue))
-        disk.mixes = self._order.choose(self._shares.disk_rate)
-        updates = {id(chunk): update for chunk, update in queue}
-        batches = list(disk.batches([chunk for chunk, _ in queue]))
-        for batch, following in zip(batches, [*batches[1:], []], strict=True):
-            job = worker.submit(_from_disk(disk, batch, following, updates))
-            self._last.append(job)
-            for chunk in batch:
-                updates[id(chunk)].jobs.append(job)
-        self._shares.disk_bytes = sum(2 * state.nbytes for chunk, _ in queue for state in chunk.states)
-        self._last.append(worker.submit(partial(_end_of_disk, disk, self._shares)))
-
-    def _ready_for_disk(self, size: int) -> tuple[DiskUpdate, HostWorker]:
-        """With room for chunks of that many elements: parameters that are unfrozen later may need more than others."""
-        if self._from_disk is not None and self._from_disk.chunk < size:
-            self._from_disk.give_back()
-            self._from_disk = None
-        if self._from_disk is None:
-            assert self._memory.disk is not None
-            self._from_disk = DiskUpdate(self._memory, self._memory.disk, self._host, -(-size // _PAGE) * _PAGE)
-        if self._disk_worker is None:
-            self._disk_worker = HostWorker(1, None)
-        return self._from_disk, self._disk_worker
-
 
 def _can_stream(slab: AwaySlab) -> bool:
     """fp32 states; bf16 ones are rounded at random, by other bits on a device than on the host."""
@@ -365,24 +293,5 @@ def _through(device: DeviceUpdate, run: Run, update: SlabUpdate) -> Callable[[],
     def work() -> None:
         for chunk in run.chunks():
             update.ends.append(device.run(chunk))
-
-    return work
-
-
-def _end_of_disk(disk: DiskUpdate, shares: Shares) -> None:
-    disk.finish()
-    shares.end_of_disk()
-
-
-def _from_disk(
-    disk: DiskUpdate, batch: list[Chunk], following: list[Chunk], updates: dict[int, SlabUpdate]
-) -> Callable[[], None]:
-    def work() -> None:
-        begun, tape = time.perf_counter(), batch[0].slab.clock.tape
-        for chunk, end in zip(batch, disk.run(batch, following), strict=True):
-            updates[id(chunk)].ends.append(end)
-        if tape is not None:
-            nbytes = sum(2 * state.nbytes for chunk in batch for state in chunk.states)  # read, and written again
-            tape.beside(DISK, batch[0].slab.unit, begun, nbytes, what="read, update, write")
 
     return work

@@ -14,7 +14,7 @@ _CLEAR_GAIN = 0.97  # of a step's time; less may be chance
 
 
 @dataclass
-class Shares:
+class TunedShare:
     """Of the last update, and what follows for the next.
 
     The share moves towards the one with which both would have been done together at the rates just seen. It does so for
@@ -23,11 +23,11 @@ class Shares:
     nothing to spare: that is tried now and then, and what it is judged by is the time from update to update. The
     device's own seconds would not do: what else is on the bus waits for it.
 
-    >>> shares = Shares(0.55)
+    >>> share = TunedShare(0.55)
     >>> for _ in range(5):  # the host has 2 of 6 parts of the speed
-    ...     shares.tune(shares.device_share, now=0.0)
-    ...     shares.host_seconds, shares.device_seconds = (1 - shares.device_share) / 2, shares.device_share / 4
-    >>> round(shares.together, 3), shares.device_share
+    ...     share.tune(share.device_share, now=0.0)
+    ...     share.host_seconds, share.device_seconds = (1 - share.device_share) / 2, share.device_share / 4
+    >>> round(share.together, 3), share.device_share
     (0.667, 1.0)
     """
 
@@ -39,11 +39,6 @@ class Shares:
     """Of them, updated under backward."""
     host_seconds: float = 0.0
     device_seconds: float = 0.0
-    disk_bytes: int = 0
-    """Read and written."""
-    disk_seconds: float = 0.0
-    disk_rate: float = 0.0
-    """Bytes a second of the last update that had some."""
     steps: int = 0
     together: float = field(init=False)
     """The share with which both are done at the same time."""
@@ -59,14 +54,10 @@ class Shares:
 
     def begin(self) -> None:
         self._started = time.perf_counter()
-        self.host_elements = self.device_elements = self.disk_bytes = 0
+        self.host_elements = self.device_elements = 0
 
     def end_of_host(self) -> None:
         self.host_seconds = time.perf_counter() - self._started
-
-    def end_of_disk(self) -> None:
-        self.disk_seconds = time.perf_counter() - self._started
-        self.disk_rate = self.disk_bytes / self.disk_seconds
 
     def tune(self, ran_with: float | None, now: float | None = None, *, is_like_others: bool = True) -> None:
         """Before an update; `ran_with`: the share of the one before; a step unlike others is not compared with them."""
