@@ -31,7 +31,8 @@ from zerofold.materialise import Init
 from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
 from zerofold.offload.wishes import OffloadChoice, read_offload
-from zerofold.optim.attach import attach_optimizer, check_optimizers, told_of_steps
+from zerofold.optim.attach import attach_optimizer
+from zerofold.optim.checks import check_optimizers, told_of_steps
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
 from zerofold.parallel.marks import HoldsStages, is_cut_into_stages
