@@ -15,10 +15,10 @@ class UnitCall:
     """One forward of a unit, until its backward is through."""
 
     unit: Unit
-    is_outermost: bool = False
+    is_outermost: bool = False  # the user called it, and no module of the model around it
     is_cut_out: bool = False  # of the graph, by an accumulation
-    has_input_gradient: bool = False
-    begun: bool = False
+    has_input_gradient: bool = False  # so the end of its backward will be noticed
+    begun: bool = False  # its backward
     ended: bool = False
 
     def might_get_gradients(self) -> bool:
@@ -27,7 +27,7 @@ class UnitCall:
 
 @dataclass
 class Calls:
-    """Of one flow of forwards; each micro-batch of an accumulation is one."""
+    """The forwards of one flow: the training thread's, or one micro-batch's of `zf.accumulate`, which take turns."""
 
     running: list[UnitCall] = field(default_factory=list)  # innermost last
     inner: nn.Module | None = None  # a module inside a unit that the user has called

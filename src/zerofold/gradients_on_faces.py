@@ -1,4 +1,13 @@
-"""Gradients where each rank updates its shard: the mean of this rank's range, shown on the sharded faces."""
+"""Gradients where each rank updates its shard: the mean of this rank's range, shown on the sharded faces.
+
+p.grad, from autograd
+   │  arrived
+_local[i]            this rank's sum of what is not reduced yet, one flat tensor for each parameter
+   │  launch         the mean over ranks, of this rank's range
+_flat                one piece for each parameter; a rank alone needs none: there the local gradient is the mean
+   │  settle
+faces[i].grad        the piece, which the whole parameter's `p.grad` shows as well (`FaceGradient`)
+"""
 
 from __future__ import annotations
 
@@ -35,15 +44,15 @@ class FaceGradients:
         for tensor in () if dtypes.is_plain else (*parameters, *faces):
             tensor.grad_dtype = None  # a gradient may have another dtype than what it belongs to
         self.arrived_since_reduce: set[int] = set()
-        self._awaits_across = False
+        self._awaits_across = False  # what is shown is reduced inside the group, and not yet across groups
         self._local: list[Tensor | None] = [None] * len(parameters)
         self._is_shown = [False] * len(parameters)  # as faces[i].grad, which alone keeps it: clearing frees it
         self._holds_value = [False] * len(parameters)  # the shard's piece holds a gradient: add, do not overwrite
         self._taken: set[int] = set()  # p.grad is None because we took it, not because the user cleared it
         self._on_parameters = [FaceGradient(face) for face in faces]
         self._flat: Tensor | None = None
-        self._is_reserved = False
-        self._sums: Tensor | None = None
+        self._is_reserved = False  # `_flat` is a part of a larger block, and is used on a rank alone too
+        self._sums: Tensor | None = None  # likewise, for what is local
         self._starts: list[int] = []  # of each parameter's sum
         self._are_sums_sent = False  # what is under way may still be read from there
         self.on_mean: Callable[[], None] | None = None  # told when a rank alone has the gradients of a backward
