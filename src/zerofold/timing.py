@@ -35,8 +35,6 @@ COMPUTE, GATHER, REDUCE, OTHER, HOST, DISK, UPDATE = (
     "update",
 )
 CATEGORIES = (COMPUTE, GATHER, REDUCE, OTHER, HOST, DISK, UPDATE)
-EXPOSED = (GATHER, REDUCE, OTHER)
-"""Of them: communication that nothing hides."""
 FORWARD, BACKWARD, WAIT = "forward", "backward", "wait"
 MAIN, WIRE = "main", "wire"
 LANES = (MAIN, WIRE, HOST, DISK)

@@ -102,7 +102,6 @@ class HostArena:
         self._pinned_nbytes = 0  # written by the pinning thread, and by `give` once that segment's pinning is over
         self._counting = threading.Lock()
         self.nbytes = 0
-        self.peak_nbytes = 0
         if pins:
             self._thread.start()
 
@@ -130,7 +129,6 @@ class HostArena:
         block = torch.frombuffer(mapping, dtype=torch.uint8)
         self._segments[block.data_ptr()] = mapping, pinning
         self.nbytes += size
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         return block[:nbytes]
 
     def wait(self, block: Tensor | None = None) -> None:

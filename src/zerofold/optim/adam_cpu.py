@@ -33,12 +33,10 @@ def update(
     clip_value: float | None,
     *,
     block: int | None = None,
-    room: Room | None = None,
 ) -> None:
-    """See `onepass.adam`. `block` is another number of elements per thread; no bit depends on it. `room` is kept by who
-    updates many small pieces: new memory would cost page faults every time."""
+    """See `onepass.adam`. `block` is another number of elements per thread; no bit depends on it."""
     size = min((block or BLOCK) * torch.get_num_threads(), max(each.master.numel() for each in tensors))
-    room = room or Room(size)
+    room = Room(size)
     if scale is not None and scale.item() == 1.0:  # the usual coefficient where clipping does not bind
         scale = None
     changed = scale is not None or clip_value is not None

@@ -97,10 +97,6 @@ class HostPool:
         ready.wait()
         torch.set_num_threads(of_caller)  # the threads' calls also set the number for threads yet to come
 
-    @property
-    def threads(self) -> int:
-        return len(self._threads)
-
     def submit(self, blocks: Sequence[Block], then: Block) -> PoolJob:
         """Queues the blocks and returns at once; `then` runs after the last of them."""
         job = PoolJob(self, self._era, blocks or [_nothing], then)

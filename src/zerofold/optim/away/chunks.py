@@ -82,10 +82,6 @@ class Chunk:
         return self.stop - self.start
 
     @property
-    def streams(self) -> bool:
-        return self.pieces[0].streams
-
-    @property
     def key(self) -> tuple[AwaySlab, int, int]:
         return self.slab, self.start, self.stop
 
