@@ -186,11 +186,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """
     check_number("max_norm", max_norm, "give the largest norm, float('inf') to measure it alone", positive=False)
     check_number("norm_type", norm_type, "give 2.0, or float('inf') for the largest element")
-    engine = Engine.of(model)
-    engine.step.need("gradients")
-    engine.end_step()
-    engine.reductions.flush()
-    return clip_grad_norm(engine, max_norm, norm_type)
+    return clip_grad_norm(_with_all_gradients(model), max_norm, norm_type)
 
 
 def clip_grad_value_(model: nn.Module, value: float) -> None:
@@ -204,11 +200,16 @@ def clip_grad_value_(model: nn.Module, value: float) -> None:
     >>> zf.close(model)
     """
     check_number("value", value, "give the largest size that an element of a gradient may have")
+    Gradients(_with_all_gradients(model)).clamp(value)
+
+
+def _with_all_gradients(model: nn.Module) -> Engine:
+    """The engine, when gradients that wait for a reduction have got it; all ranks must call it."""
     engine = Engine.of(model)
     engine.step.need("gradients")
     engine.end_step()
     engine.reductions.flush()
-    Gradients(engine).clamp(value)
+    return engine
 
 
 def last_step(model: nn.Module) -> StepInfo | None:

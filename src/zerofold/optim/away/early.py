@@ -25,7 +25,7 @@ from zerofold.optim.away.through_device import DeviceUpdate
 from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.slab_away import AwaySlab
 
-_PAUSE = 16  # steps without, after one in which they were in vain
+_PAUSE = 16  # steps without early updates, after one in which they were in vain
 
 
 Upcoming = Callable[[AwaySlab], SlabWork | None]

@@ -42,30 +42,42 @@ class _Early(NamedTuple):
     chunk: Chunk
     work: str
     old: Slot
-    """The states before, and the copy that forward is to get."""
+    """The states before the update, and the copy of the new ones that forward gets if the update stands."""
     made: torch.cuda.Event
+    """The update is through."""
     is_down: Done
+    """The new states are in the host's memory."""
 
 
 class _Lasting(NamedTuple):
-    """A chunk whose states stay. The host has them as they were when somebody last looked."""
+    """A chunk whose states stay on the device. The host's are brought up to date only when somebody looks at them."""
 
     chunk: Chunk
     slot: Slot
     made: torch.cuda.Event | None
-    """None where the host has them as they are."""
+    """The last update is through; None when the host has its result."""
 
 
 class DeviceUpdate:
-    """Runs in the thread of a worker; what goes down has another, so that neither direction waits for the other."""
+    """Runs in the thread of a worker; what goes down has another, so that neither direction waits for the other.
+
+    Slots are device memory for one chunk each. Between steps some of them hold states, by the key of their chunk:
+
+    _staged     brought up for the next step, which takes them from here; the host has the same
+    _early      the old states of a chunk that was updated under backward: the host has the new ones, which stand if the
+                step does the same; else the step makes its own from the old ones
+    _lasting    states that never leave the device while training goes on; the host's are out of date
+
+    All other slots are free, in `_slots`.
+    """
 
     def __init__(self, device: torch.device, up: Any, *, ahead: int = 0) -> None:
-        """`ahead`: chunks that wait on the device for the next step, or whose old states do."""
+        """`ahead`: how many slots may be staged or early."""
         self._device, self._up, self._ahead = device, up, ahead
         self._kernel, self._copies, self._down = (torch.cuda.Stream(device) for _ in range(3))
         self._slots = deque(Slot(device, up) for _ in range(SLOTS + ahead))  # free the longest first
         self.owed = 0
-        """Slots that the next step makes again."""
+        """Slots whose memory was let go of, and which the next step makes again."""
         self._staged: dict[tuple[object, int, int], Slot] = {}
         self._early: dict[tuple[object, int, int], _Early] = {}
         self._lasting: dict[tuple[object, int, int], _Lasting] = {}
@@ -88,9 +100,12 @@ class DeviceUpdate:
         return sum(slot.nbytes for slot in (*self._slots, *self._staged.values(), *kept))
 
     def begin(self, changed: set[object], more: Sequence[Slot] = (), may_last: frozenset[object] = frozenset()) -> None:
-        """What the step before has sent down may come up again now. `changed`: slabs that somebody else has changed;
-        `more`: for as many chunks, which stay from now on; `may_last`: slabs of which no later step updates a part on
-        the host, where it would find states of long ago."""
+        """A step begins; what the step before has sent down may come up again.
+
+        `changed`: slabs whose states somebody else has changed in the host's memory, so that those here are void.
+        `more`: slots with which as many chunks more may last. `may_last`: slabs that stream whole in every step; of
+        others a later step may update a part on the host, which would find states that are out of date.
+        """
         torch.cuda.set_device(self._device)
         self._first, self._has_run, self.stood = [], False, 0
         self._slots.extend(more)
@@ -189,7 +204,7 @@ class DeviceUpdate:
         self._bring_down(list(self._lasting))
 
     def fewer(self, count: int) -> None:
-        """So many chunks less stay from now on, and their memory is nobody's any more."""
+        """From now on fewer chunks last, by `count`, and the memory of their slots is given back."""
         self.most_lasting -= count
         self._free(list(self._lasting)[self.most_lasting :])
         for _ in range(count):
@@ -237,8 +252,8 @@ class DeviceUpdate:
             is_down.finish()
 
     def _clear_way(self, chunk: Chunk) -> None:
-        """A step whose gradients are not those of other steps cuts a slab into other chunks: what they have in common
-        with this one goes where it is looked for."""
+        """Where other parameters have gradients than in the steps before, a slab is cut into other chunks. What such a
+        chunk has in common with this one goes back to the host, from where this one takes it."""
         early = [key for key in self._early if chunk.overlaps(key)]
         if early:
             self._restore(early)

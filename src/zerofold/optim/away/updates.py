@@ -81,7 +81,8 @@ class AwayUpdates:
         self._under_way: list[SlabUpdate] = []
         self._last: list[Job | PoolJob] = []
         self._share = TunedShare(way.device_share if self._through is not None else 0.0)
-        self._lasting = 0  # chunks
+        self._lasting = 0  # chunks whose states stay on the device
+        # Slabs that stream whole: those that have such chunks, or that are updated early.
         self._special = [] if self._early is None else self._early.slabs
         self._is_unlike_others = False  # the last update: the number of chunks that stay changed in it
         self._dealt_for: float | None = None  # the share by which parameters stream now
@@ -93,8 +94,8 @@ class AwayUpdates:
         return 0 if self._through is None else self._through.nbytes
 
     def submit(self, work: Sequence[SlabWork], scaling: Scaling, upcoming: Upcoming | None = None) -> None:
-        """`work` in the order in which the slabs are needed; `upcoming`: what the next step would do to a slab. Returns
-        at once."""
+        """Returns at once. `work` is in the order in which forward needs the slabs; `upcoming` tells what the next step
+        would do to one of them."""
         self.finish_last()
         self.count += 1
         before, slots = self._lasting, self._fill(work)
@@ -151,8 +152,8 @@ class AwayUpdates:
         return update
 
     def _deal(self) -> None:
-        """Which parameters stream through the device: its share of them, spread over the model, but for slabs that stay
-        there or are updated early, which do so whole. Their gradients stay there, if the device has room for them."""
+        """Chooses which parameters stream through the device: as many as its share, spread over the model, and all of
+        those slabs that stream whole. Their gradients stay on the device, if it has room for them."""
         if self._through is None or self._dealt_for == self._share.device_share:
             return
         special = self._special
@@ -174,8 +175,8 @@ class AwayUpdates:
                 slab.gradients.staying = slab.streamed if stays else frozenset()
 
     def _fill(self, work: Sequence[SlabWork]) -> list[Slot]:
-        """Memory for chunks that stay from now on, no more than there are; or takes some away. Slabs that have some
-        stream whole."""
+        """Follows `Filling`: slots with which more chunks may stay on the device from now on, no more of them than the
+        model has; or takes some away."""
         filling, through = self.way.filling, self._through
         if filling is None or through is None or not any(each.slab in self._versions for each in work):
             return []  # the first step of these slabs
@@ -213,7 +214,8 @@ class AwayUpdates:
             self._device_worker.submit(self._through.bring_down).wait()
 
     def get_ready(self) -> None:
-        """For a step: what it lacks is to be lacking before anything is changed."""
+        """Before a step: memory that was let go of is taken again, so that one without enough of it raises before
+        anything is changed."""
         self.finish_last()
         through, filling = self._through, self.way.filling
         if through is not None and through.owed:
@@ -229,7 +231,7 @@ class AwayUpdates:
             self._device_worker.submit(self._through.let_go).wait()
 
     def finish_last(self) -> None:
-        """The same but for those that were updated early, for the next step, and for those that stay on the device."""
+        """As `finish`, but what was updated early for the next step and what stays on the device may remain so."""
         if not self._under_way:
             return
         for update in self._under_way:
