@@ -22,7 +22,7 @@ from torch import Tensor
 from zerofold.ends import SLICE
 from zerofold.stamps import Stamp
 from zerofold.timing import GATHER, OTHER, REDUCE, Tape
-from zerofold.traffic import REMEMBERED, Call, Custom, Traffic
+from zerofold.traffic import REMEMBERED, Call, Habit, Traffic
 
 # torch 2.13 renamed the single-tensor forms; 2.11 has only the old names.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -173,7 +173,7 @@ class Comm:
         self.latest: Handle | None = None
         self.blocked: Call | None = None  # this rank has been waiting in it for a while
         self.about: Call | None = None  # what this rank is to call next, once the others confirm it
-        self.custom: Custom | None = None  # which call follows which: one that is new in its place is to be confirmed
+        self.habit: Habit | None = None  # which call follows which: one that is new in its place is to be confirmed
 
     def broadcast(self, tensor: Tensor, source: int, *, unit: str) -> Handle:
         return self._start(
@@ -333,7 +333,7 @@ class Comm:
         call.position, call.root = self.count + 1, root
         call.purpose = OTHER if self.name == CONTROL else purpose or _PURPOSES.get(operation, OTHER)
         call.nbytes = (size if whole is None else whole) * itemsize
-        if self.custom is not None and self.custom.breaks_with(call) and self.watcher is not None:
+        if self.habit is not None and self.habit.breaks_with(call) and self.watcher is not None:
             self.watcher.confirm(self, call)
         self.count += 1
         self.calls.append(call)

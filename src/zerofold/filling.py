@@ -42,7 +42,7 @@ def fill_new(slabs: Sequence[Slab], control: Comm) -> None:
             handle = slab.start_gather()
             if handle is not None:
                 handle.wait()
-            slab.gathered()
+            slab.after_gather()
     for entry in entries:
         entry.source = None
 

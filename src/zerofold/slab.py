@@ -197,9 +197,10 @@ class Slab(FlatParameters):
         piece = self.layout.pieces(self.place)[index]
         return self.own_slice(self.storage.tensor)[piece.shard_start : piece.shard_stop]
 
-    def written(self, version_before: int) -> None:
-        """An update has changed the shard, and has written (or will have, by its end) its copy as well."""
-        if version_before in (self._gathered_version, self._written_version):  # the rest of the slice was up to date
+    def after_update(self, version_before: int) -> None:
+        """An update has changed the shard, and writes its copy as well by its end: if that was up to date before, when
+        the shard had `version_before`, it is so again, also where the update left something out."""
+        if version_before in (self._gathered_version, self._written_version):
             self._written_version = self.version
 
     def check_unchanged(self) -> None:
@@ -220,7 +221,7 @@ class Slab(FlatParameters):
         self.note_versions()
         self.mark_changed()
 
-    def gathered(self) -> None:
+    def after_gather(self) -> None:
         """The gather is through."""
         is_new = self.copy is not None and self.copy.version != self._gathered_version
         if self.copy is not None and is_new and not self.shows_masters:
@@ -232,7 +233,7 @@ class Slab(FlatParameters):
         return self.version != (self._shown_version if self.shows_masters else self._gathered_version)
 
     def mark_changed(self) -> None:
-        """Another rank has changed its shard. Whether to gather must be decided alike on all ranks."""
+        """Some rank has changed its shard. Whether to gather must be decided alike on all of them."""
         torch.autograd.graph.increment_version(self._shard)
 
     def own_slice(self, flat: Tensor) -> Tensor:

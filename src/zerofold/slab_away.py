@@ -84,8 +84,8 @@ class AwaySlab(Slab):
         """What an update writes beside the shard so that nobody has to make it from the shard later."""
         return self.own_slice(self.storage.tensor) if self.is_kept else self.resident
 
-    def written(self, version_before: int) -> None:
-        super().written(version_before)
+    def after_update(self, version_before: int) -> None:
+        super().after_update(version_before)
         if version_before == self._resident_version:
             self._resident_version = self.version
 

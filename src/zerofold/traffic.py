@@ -92,7 +92,7 @@ class Traffic:
         return ", ".join(str(call) for call in list(self.calls)[-count:])
 
 
-class Custom:
+class Habit:
     """Which call has followed which; one that is new in its place is confirmed with the other ranks before it starts.
 
     A rank that goes another way than the others goes another way than itself the last time. It is found before its call

@@ -100,7 +100,7 @@ class Unit:
         self._handles = []
         self._enter(State.READY)
         for slab in self.slabs:
-            slab.gathered()
+            slab.after_gather()
             for entry, face in self._faces(slab):
                 unguard(entry.parameter)
                 if self.is_cut:

@@ -39,7 +39,7 @@ from zerofold.divergence import (
     who_is_idle,
 )
 from zerofold.groups import Groups
-from zerofold.traffic import Call, Custom
+from zerofold.traffic import Call, Habit
 
 TICK_S = 1.0
 LONG_S = 2.0  # an unfinished call is looked into after this long
@@ -77,7 +77,7 @@ class Watch:
         for name, comm in comms.items():
             comm.watcher = self
             # Reductions have one order by construction, and nothing of theirs could be taken for another.
-            comm.custom = Custom() if name not in ("reduce", "across") else None
+            comm.habit = Habit() if name not in ("reduce", "across") else None
         self._thread.start()
 
     @classmethod

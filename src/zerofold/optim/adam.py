@@ -63,7 +63,7 @@ def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | Non
     for slab, version in before.items():  # on every rank, also where it owns nothing of what was changed
         slab.mark_changed()
         if slab.is_kept and slab.dtypes.has_master:
-            slab.written(version)
+            slab.after_update(version)
     if away:
         scaling = Scaling(None if scale is None or scale.item() == 1.0 else scale.item(), clip_value)
         ordered = [

@@ -142,7 +142,7 @@ class AwayUpdates:
             self._bring_to_file(slab)
         before = slab.version
         slab.mark_changed()
-        slab.written(before)
+        slab.after_update(before)
         self._versions[slab] = versions_of(slab)
         slab.home.step.is_under_way = True
         slab.update = update = SlabUpdate(slab)
