@@ -61,6 +61,7 @@ ROOMS = [
     "buffers",
     "replicas",
     "reduction_order",
+    "unit_order",
     "schedule",
     "boundary",
     "hook_forms",

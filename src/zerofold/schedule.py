@@ -5,7 +5,7 @@ gather   [g0][g1]      [g2] …                             ahead of use, as far
 compute      [ f0     ][ f1     ][ f2     ]
 release               x0        x1                        at once, except what backward uses first
 
-The order of units is learned while running and only ever a guess: another order is gathered on demand. All
+The order of units is learned while running (`unit_order`); units that come in another are gathered on demand. All
 decisions depend on what ranks have in common (order, sizes), never on time, so that all ranks make the same calls.
 """
 
@@ -21,6 +21,7 @@ import torch
 from zerofold.reduction_order import ReductionOrder
 from zerofold.timing import Clock
 from zerofold.unit import State, Unit
+from zerofold.unit_order import UnitOrder
 
 
 def in_backward() -> bool:
@@ -50,11 +51,7 @@ class Schedule:
         self.shows_masters = False  # in them, instead of what forward computes with otherwise
         self.peak_live_bytes = 0
         self.retraces = False  # forwards are recomputations for a backward, outside of autograd too
-        self._order: list[Unit] = units[1:]  # the last forward's order; at first the order of definition
-        self._trace: list[Unit] = []  # this forward's order so far
-        self._ends: list[Unit] = []  # the order in which it leaves units: a unit after those inside it
-        self._last_ends: list[Unit] = units[1:]  # the last forward's; backward enters units in the reverse of it
-        self._position = 0  # in _order while forward runs, in _ends while backward runs
+        self._order = UnitOrder(units)
         self._in_forward: Counter[Unit] = Counter()  # calls under way
         self._in_backward: Counter[Unit] = Counter()
         self._kept: set[Unit] = set()
@@ -73,7 +70,7 @@ class Schedule:
 
     def before_forward(self, unit: Unit) -> None:
         if not self._goes_back() and unit not in self._in_forward:
-            self._follow(unit)
+            self._order.enter(unit)
         self._use(unit, self._in_forward)
         if self.clock.tape is not None:
             self.clock.tape.take_sample(unit, at=self.clock.tape.forward(unit.name))
@@ -83,8 +80,8 @@ class Schedule:
         if self.clock.tape is not None:
             self.clock.tape.take_sample(unit, at=self.clock.tape.forward_ends(unit.name))
         self._in_forward = self._in_forward - Counter([unit])
-        if unit is not self.root and unit not in self._in_forward and not self._goes_back():
-            self._ends.append(unit)
+        if unit not in self._in_forward and not self._goes_back():
+            self._order.leave(unit)
         if keep:
             self._kept.add(unit)
         if self._goes_back() or self._is_pinned(unit):
@@ -96,23 +93,10 @@ class Schedule:
             self._release(unit)
         self._prefetch(expects_backward)
 
-    def _follow(self, unit: Unit) -> None:
-        if unit is self.root:
-            self._order, self._trace, self._position = self._trace or self._order, [], 0
-            self._last_ends, self._ends = self._ends or self._last_ends, []
-            return
-        if len(self._trace) > 4 * len(self.units):  # units called without their root, again and again
-            self._trace.clear()
-            self._ends.clear()
-        self._trace.append(unit)
-        if unit in self._order[self._position :]:
-            self._position = self._order.index(unit, self._position) + 1
-
     # backward
 
     def before_backward(self, unit: Unit) -> None:
-        if unit in self._ends:
-            self._position = len(self._ends) - 1 - self._ends[::-1].index(unit)
+        self._order.come_back(unit)
         self._use(unit, self._in_backward)
         if self.clock.tape is not None:
             self.clock.tape.take_sample(unit, at=self.clock.tape.backward(unit.name))
@@ -314,11 +298,8 @@ class Schedule:
 
     def _upcoming(self, expects_backward: bool) -> Iterator[Unit]:
         if self._goes_back():
-            yield from reversed(self._ends[: self._position])
-            return
-        yield from self._order[self._position :]
-        if expects_backward:
-            yield from reversed(self._last_ends)
+            return self._order.ahead_in_backward()
+        return self._order.ahead_in_forward(expects_backward=expects_backward)
 
     def _is_needed_soon(self, unit: Unit, expects_backward: bool) -> bool:
         """Whether the units used from now until this one's next use fit the bound together with it."""
