@@ -171,13 +171,11 @@ class Schedule:
     def take_back(self, unit: Unit) -> None:
         if unit in self._lent:
             self._forget([unit])
-            if not self._is_pinned(unit):
-                self._release(unit)
+            self._release(unit)
 
     def set_down(self, unit: Unit) -> bool:
         """Releases a unit that was kept for a later use; whether it is released now."""
-        if not self._is_pinned(unit):
-            self._release(unit)
+        self._release(unit)
         return unit.state is State.RELEASED
 
     def is_kept(self, unit: Unit) -> bool:
@@ -217,8 +215,7 @@ class Schedule:
 
     def release_all(self) -> None:
         for unit in self.units:
-            if not self._is_pinned(unit):
-                self._release(unit)
+            self._release(unit)
 
     @property
     def live(self) -> int:
@@ -279,7 +276,8 @@ class Schedule:
                 self._gather(unit)
 
     def _release(self, unit: Unit) -> None:
-        if unit.releases and unit.state is not State.RELEASED:
+        """Unless it is pinned."""
+        if unit.releases and unit.state is not State.RELEASED and not self._is_pinned(unit):
             unit.wait()
             unit.release()
             self._live -= unit.full_nbytes
@@ -289,8 +287,7 @@ class Schedule:
         for unit in self.units:
             if self._live + nbytes <= self.live_bytes:
                 return
-            if not self._is_pinned(unit):
-                self._release(unit)
+            self._release(unit)
 
     def _goes_back(self) -> bool:
         """Whether units are needed in the reverse order, their forwards included: those are recomputations."""
