@@ -243,7 +243,7 @@ class Hooks:
 
     def _refuse_views_of_parameters(self, unit: Unit, output: Any) -> None:
         """After the forward their memory is gone, and reading them would crash the process."""
-        released = [slab for slab in unit.slabs if slab.has_own_shard and not slab.is_kept] if unit.releases else []
+        released = [slab for slab in unit.slabs if slab.is_temporary] if unit.releases else []
         own = {slab.storage.tensor.untyped_storage()._cdata for slab in released}
         for tensor in tensors_in(output) if own else ():
             if not isinstance(tensor, ShardedTensor) and tensor.untyped_storage()._cdata in own:

@@ -190,6 +190,11 @@ class Slab(FlatParameters):
         """The storage lives on between uses."""
         return not self.home.row.parameters.is_cut and self.comm.size > 1
 
+    @property
+    def is_temporary(self) -> bool:
+        """The storage has memory only while it is in use, where the unit is released: its values are in the shards."""
+        return self.has_own_shard and not self.is_kept
+
     def kept_piece(self, index: int) -> Tensor | None:
         """This rank's piece of a 16-bit parameter that lives on beside its master."""
         if not (self.is_kept and self.dtypes.has_master):

@@ -61,7 +61,7 @@ class Unit:
         # Whether its parameters go after use. Alone, a rank can make them anew from its masters: they need not stay.
         comes_back = [slab for slab in self.slabs if slab.dtypes.has_master and slab.comm.size == 1]
         self.releases = self.is_cut or any(not slab.is_kept for slab in comes_back)
-        released = [slab for slab in self.slabs if slab.has_own_shard and not slab.is_kept] if self.releases else []
+        released = [slab for slab in self.slabs if slab.is_temporary] if self.releases else []
         self.full_nbytes = sum(slab.storage.full_nbytes for slab in released)  # what gathering it takes
 
     @property
@@ -128,7 +128,7 @@ class Unit:
                     face.requires_grad_(entry.parameter.requires_grad)
                 _put(entry, face, instead_of=entry.parameter)
             slab.hide_masters()
-            if slab.has_own_shard and not slab.is_kept:
+            if slab.is_temporary:
                 slab.storage.free()
         self.shows_masters = False
         self._guard(None if self.is_cut else self._touched)

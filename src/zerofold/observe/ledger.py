@@ -13,7 +13,7 @@ import torch
 from zerofold.attachments import Activations
 from zerofold.engine import Engine
 from zerofold.observe.recording import Recording
-from zerofold.observe.states import is_temporary, master_nbytes, nbytes_of, parameter_nbytes, totals
+from zerofold.observe.states import master_nbytes, nbytes_of, parameter_nbytes, totals
 from zerofold.observe.timeline import trace_events
 from zerofold.parallel.mesh import AXES, DATA, PIPELINE, REPLICATE, TENSOR
 from zerofold.placement import ACROSS, INSIDE, Tier
@@ -59,7 +59,7 @@ class Ledger:
                 "optimizer": held.optimizer,
             },
             "temporary_bytes": {
-                "gathered": sum(slab.storage.nbytes for slab in engine.slabs() if is_temporary(slab)),
+                "gathered": sum(slab.storage.nbytes for slab in engine.slabs() if slab.is_temporary),
                 "cached": engine.cache.nbytes,
                 "buffers": engine.pool.nbytes,
                 **self._checkpoints_on_device(),

@@ -46,14 +46,9 @@ def optimizer_tensors(engine: Engine) -> list[Tensor]:
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
-def is_temporary(slab: Slab) -> bool:
-    """The storage goes after use."""
-    return slab.has_own_shard and not slab.is_kept
-
-
 def parameter_nbytes(slab: Slab) -> int:
     """What forward computes with and stays. A master counts with the optimizer's states."""
-    if is_temporary(slab):
+    if slab.is_temporary:
         kept = 0 if slab.dtypes.has_master else slab.master.nbytes
     else:
         kept = slab.storage.nbytes
