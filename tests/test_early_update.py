@@ -69,7 +69,7 @@ def halve_a_gradient(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 def change_gradients_unseen(model: Any, optimizer: torch.optim.Optimizer) -> None:
     for face in optimizer.param_groups[0]["params"]:
-        face.grad.form.mul_(0.5)
+        face.grad.raw_local.mul_(0.5)
 
 
 def clip_by_hand(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -194,9 +194,9 @@ def blocks_updated_early(room: int) -> list[int]:
         backward(model, 2)
         engine = Engine.of(model)
         engine.updates._early._jobs[-1].wait()  # type: ignore[union-attr]
-        before = [slab.master.clone() for slab in engine.slabs()]
+        before = [slab.raw_shard.clone() for slab in engine.slabs()]
         engine.updates.finish()  # type: ignore[union-attr]
-        after = [slab.master for slab in engine.slabs()]
+        after = [slab.raw_shard for slab in engine.slabs()]
         return [index for index, pair in enumerate(zip(before, after, strict=True)) if not torch.equal(*pair)]
 
 

@@ -155,7 +155,7 @@ def test_host_states_leave_the_device(tmp_path: Path) -> None:
     assert sum(books["tier_bytes"]["device"].values()) == 0
     assert all(p.device.type == "cuda" for p in model.parameters()), "the model is where it was"
     engine = Engine.of(model)
-    assert all(slab.master.device.type == "cpu" and slab.master.is_pinned() for slab in engine.slabs())
+    assert all(slab.raw_shard.device.type == "cpu" and slab.raw_shard.is_pinned() for slab in engine.slabs())
     zf.close(model)
 
 

@@ -74,7 +74,7 @@ def park_and_reload(model: Any, optimizers: list[torch.optim.Optimizer]) -> None
     parked = offload_states(model)
     states = [value for each in optimizers for state in each.state.values() for value in state.values()]
     assert memory_of(s for s in states if isinstance(s, Tensor) and s.device == model.seen.device) == 0
-    assert memory_of([*model.buffers(), *(slab.master for slab in engine.slabs())]) == 0
+    assert memory_of([*model.buffers(), *(slab.raw_shard for slab in engine.slabs())]) == 0
     assert sum(slab.storage.nbytes for slab in engine.slabs()) == engine.pool.nbytes == engine.cache.nbytes == 0
     assert reload_states(model).nbytes == parked.nbytes
 

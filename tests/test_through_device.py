@@ -440,7 +440,7 @@ def memory_of_gradients_after_they_were_cleared() -> int:
     with updated_through_the_device(1.0, clip=1e9, lasting=29) as (model, optimizer):
         train(model, optimizer, 4)
         backward(model, 4)
-        held = {p.grad.form.untyped_storage()._cdata for p in optimizer.param_groups[0]["params"]}
+        held = {p.grad.raw_local.untyped_storage()._cdata for p in optimizer.param_groups[0]["params"]}
         optimizer.step()
         updates: Any = Engine.of(model).updates
         updates.finish_last()
@@ -465,7 +465,7 @@ def gradients_set_to_zero_beside_an_update() -> list[bool]:
             updated_through_the_device(1.0, clip=1e9, place={"optimizer": "host", "gradients": "device"}) as made,
         ):
             model, optimizer = made
-            away = [t for slab in Engine.of(model).slabs() for t in (slab.master, slab.resident) if t is not None]
+            away = [t for slab in Engine.of(model).slabs() for t in (slab.raw_shard, slab.resident) if t is not None]
             memory = {tensor.untyped_storage().data_ptr() for tensor in away}
 
             def look_at(scope: StepScope, local: torch.Tensor, memory: set[int] = memory) -> None:

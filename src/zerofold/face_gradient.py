@@ -33,7 +33,7 @@ class FaceGradient(ShardedTensor):
 
     @property
     def _local(self) -> Tensor:  # type: ignore[override]
-        return self._original().form
+        return self._original().raw_local
 
     @property
     def _spec(self) -> ShardSpec:  # type: ignore[override]

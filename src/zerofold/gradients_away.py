@@ -65,7 +65,7 @@ class AwayGradients(FaceGradients):
     def use_up(self, index: int) -> None:
         """The update takes the gradient, and writes a new parameter in its place where that is its place."""
         gradient = self.faces[index].grad
-        if isinstance(gradient, ShardedTensor) and gradient.form.device == self.room.device:
+        if isinstance(gradient, ShardedTensor) and gradient.raw_local.device == self.room.device:
             gradient.is_used_up = True
         self.spoiled.discard(index)
 
@@ -96,8 +96,8 @@ class AwayGradients(FaceGradients):
     @property
     def device_nbytes(self) -> int:
         """What waits to go to the room, and what stays for an update that needs it here."""
-        shown = [face.grad.form for face in self.faces if isinstance(face.grad, ShardedTensor)]
-        return self.local_nbytes + sum(form.nbytes for form in shown if not share_storage(form, self.room))
+        shown = [face.grad.raw_local for face in self.faces if isinstance(face.grad, ShardedTensor)]
+        return self.local_nbytes + sum(each.nbytes for each in shown if not share_storage(each, self.room))
 
     def _notice_clearing(self, index: int) -> None:
         shown = self.faces[index].grad
@@ -144,9 +144,9 @@ class AwayGradients(FaceGradients):
     def _take_norms(self, staying: Sequence[int]) -> None:
         """Under backward, so that the step has less to do before it knows that of all."""
         shown = [gradient for index in staying if isinstance(gradient := self.faces[index].grad, ShardedTensor)]
-        for dtype in dict.fromkeys(gradient.form.dtype for gradient in shown):
-            some = [gradient for gradient in shown if gradient.form.dtype is dtype]
-            for gradient, norm in zip(some, _norms([each.form for each in some]), strict=True):
+        for dtype in dict.fromkeys(gradient.raw_local.dtype for gradient in shown):
+            some = [gradient for gradient in shown if gradient.raw_local.dtype is dtype]
+            for gradient, norm in zip(some, _norms([each.raw_local for each in some]), strict=True):
                 gradient.known_norm = norm
 
     def _stays(self, index: int) -> bool:
@@ -154,7 +154,7 @@ class AwayGradients(FaceGradients):
         shown = self.faces[index].grad
         if not isinstance(shown, ShardedTensor):
             return index in self.staying
-        return not share_storage(shown.form, self.room)
+        return not share_storage(shown.raw_local, self.room)
 
     def _has_earlier(self, index: int) -> bool:
         shown = self.faces[index].grad
@@ -180,7 +180,7 @@ class AwayGradients(FaceGradients):
         self._is_in_place = False
         for index, face in enumerate(self.faces):
             gradient = face.grad  # one that stays on the device was never in the room
-            if isinstance(gradient, ShardedTensor) and share_storage(gradient.form, narrow):
+            if isinstance(gradient, ShardedTensor) and share_storage(gradient.raw_local, narrow):
                 face.grad = ShardedTensor(face.spec.shaped(self._piece(index)), face.spec)
 
 

@@ -197,7 +197,7 @@ class FaceGradients:
                     self._holds_value[index] = True
                 self._show(index, adopted=gradient)
                 continue
-            earlier = shown.form
+            earlier = shown.raw_local
             if earlier.dtype is self.dtypes.accumulation:
                 earlier.add_(gradient.view_as(earlier))
                 shown.known_norm = None
@@ -227,7 +227,7 @@ class FaceGradients:
         if self._flat is not None:
             return self._flat.nbytes + self.local_nbytes
         shown = [face.grad for face in self.faces]
-        return self.local_nbytes + sum(grad.form.nbytes for grad in shown if isinstance(grad, ShardedTensor))
+        return self.local_nbytes + sum(grad.raw_local.nbytes for grad in shown if isinstance(grad, ShardedTensor))
 
     @property
     def device_nbytes(self) -> int:

@@ -62,8 +62,8 @@ class ShardedTensor(torch.Tensor):
         return local
 
     @property
-    def form(self) -> Tensor:
-        """This rank's piece, to ask for its size or its kind: nobody waits for its values, which may be changing."""
+    def raw_local(self) -> Tensor:
+        """`local` without waiting for an update under way: for its size or its kind, or for the update itself."""
         return self._local
 
     @property

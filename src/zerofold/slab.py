@@ -77,8 +77,8 @@ class Slab(FlatParameters):
         return self._shard
 
     @property
-    def master(self) -> Tensor:
-        """The same, for the update itself: it does not wait for itself."""
+    def raw_shard(self) -> Tensor:
+        """`shard` without waiting for an update under way: for its size, or for the update itself."""
         return self._shard
 
     @property

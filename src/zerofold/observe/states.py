@@ -49,7 +49,7 @@ def optimizer_tensors(engine: Engine) -> list[Tensor]:
 def parameter_nbytes(slab: Slab) -> int:
     """What forward computes with and stays. A master counts with the optimizer's states."""
     if slab.is_temporary:
-        kept = 0 if slab.dtypes.has_master else slab.master.nbytes
+        kept = 0 if slab.dtypes.has_master else slab.raw_shard.nbytes
     else:
         kept = slab.storage.nbytes
     return kept + (0 if slab.copy is None else slab.copy.nbytes)
@@ -63,14 +63,14 @@ def _beside_master(slab: Slab) -> int:
 
 
 def master_nbytes(slab: Slab) -> int:
-    return slab.master.nbytes if slab.dtypes.has_master else 0
+    return slab.raw_shard.nbytes if slab.dtypes.has_master else 0
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    return tensor.form.nbytes if isinstance(tensor, ShardedTensor) else tensor.nbytes
+    return tensor.raw_local.nbytes if isinstance(tensor, ShardedTensor) else tensor.nbytes
 
 
 def _is_on_device(tensor: Tensor, device: torch.device) -> bool:
     """On a CPU run, what was taken from another tier is not the device's either: it is mapped memory."""
-    form = tensor.form if isinstance(tensor, ShardedTensor) else tensor
-    return form.device == device and (device.type != "cpu" or form.untyped_storage().resizable())
+    piece = tensor.raw_local if isinstance(tensor, ShardedTensor) else tensor
+    return piece.device == device and (device.type != "cpu" or piece.untyped_storage().resizable())

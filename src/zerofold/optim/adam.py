@@ -95,12 +95,12 @@ def _upcoming(engine: Engine, optimizer: torch.optim.Optimizer, slab: AwaySlab) 
             continue
         if group is None or not state or not all(_is_ready(state.get(name), slab, name) for name in _MOMENTS):
             return None
-        if gradient.form.device != slab.home.device or index not in slab.streamed:
+        if gradient.raw_local.device != slab.home.device or index not in slab.streamed:
             return None
         assert isinstance(face, ShardedParameter)
         step = int(state["step"]) + 1
         seed = _seed(step, face, slab)
-        flat = gradient.form.detach().reshape(-1)
+        flat = gradient.raw_local.detach().reshape(-1)
         pieces.append(PieceWork(piece.shard_start, piece.shard_stop, flat, _settings(group), step, seed, streams=True))
     return _work_on(slab, pieces)
 
@@ -122,7 +122,7 @@ def _piece(
     piece = slab.layout.pieces(slab.place)[index]
     step = _ready_state(engine, optimizer, face, slab, index)
     assert isinstance(face.grad, ShardedTensor)
-    gradient = face.grad.form.detach().reshape(-1)
+    gradient = face.grad.raw_local.detach().reshape(-1)
     if isinstance(slab.gradients, AwayGradients):
         slab.gradients.use_up(index)  # on every rank: one that has no piece of it must not wait where others raise
     face.grad.is_being_read = not face.grad.is_used_up
@@ -159,12 +159,12 @@ def _ready_state(
         held = state.get(name)
         if _is_ready(held, slab, name):
             continue
-        room = torch.zeros_like(face.form, dtype=dtype)
+        room = torch.zeros_like(face.raw_local, dtype=dtype)
         if isinstance(slab, AwaySlab):
             piece = slab.layout.pieces(slab.place)[index]
             room = face.spec.shaped(slab.moment(name, dtype)[piece.shard_start : piece.shard_stop])
         if held is not None:  # loaded or handed over: whole, in another dtype, or in other memory
-            engine.step.look(slab.master)  # which may have begun to be updated
+            engine.step.look(slab.raw_shard)  # which may have begun to be updated
             room.copy_(held.local if isinstance(held, ShardedTensor) else face.spec.cut(held))
         state[name] = ShardedTensor(room, face.spec)
     if not isinstance(state["step"], Tensor):
@@ -180,9 +180,9 @@ def _is_ready(held: object, slab: Slab, name: str) -> bool:
     if not isinstance(held, ShardedTensor) or held.dtype is not slab.home.precision.moments:
         return False
     if not isinstance(slab, AwaySlab):
-        return held.form.device == slab.master.device
+        return held.raw_local.device == slab.raw_shard.device
     own = slab.moments.get(name)
-    return own is not None and share_storage(held.form, own)
+    return own is not None and share_storage(held.raw_local, own)
 
 
 def _settings(group: dict[str, Any]) -> AdamSettings:

@@ -101,8 +101,8 @@ class Gradients:
         """Σ|x|^p over all of them, or max|x| for p = inf; in double, so that how they are cut does not show."""
         device = self._engine.groups.gather.device
         norms = []
-        for dtype in dict.fromkeys(_piece(each).dtype for each in self._all):  # lists of one dtype take fast kernels
-            some = [each for each in self._all if _piece(each).dtype is dtype and _piece(each).numel()]
+        for dtype in dict.fromkeys(_raw(each).dtype for each in self._all):  # lists of one dtype take fast kernels
+            some = [each for each in self._all if _raw(each).dtype is dtype and _raw(each).numel()]
             known = {id(each): norm for each in some if norm_type == 2.0 and (norm := _known_norm(each)) is not None}
             rest = [each for each in some if id(each) not in known]
             if rest:
@@ -137,17 +137,17 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float = 2.0) -> T
     return norm
 
 
-def _piece(gradient: Tensor) -> Tensor:
-    """To ask about its form: nobody waits for its values."""
-    return gradient.form if isinstance(gradient, ShardedTensor) else gradient
+def _raw(gradient: Tensor) -> Tensor:
+    """To ask for its size or its kind: nobody waits for its values."""
+    return gradient.raw_local if isinstance(gradient, ShardedTensor) else gradient
 
 
 def _values(gradient: Tensor, device: torch.device) -> Tensor:
     """On the device, streams see to it that they are there; in host memory somebody has to wait for them."""
     if not isinstance(gradient, ShardedTensor):
         return gradient
-    on_device = device.type != "cpu" and gradient.form.device == device and not gradient.is_used_up
-    return gradient.form if on_device else gradient.local
+    on_device = device.type != "cpu" and gradient.raw_local.device == device and not gradient.is_used_up
+    return gradient.raw_local if on_device else gradient.local
 
 
 def _known_norm(gradient: Tensor) -> Tensor | None:

@@ -167,10 +167,10 @@ def runs_of(work: SlabWork, scaling: Scaling, arrived: Done) -> list[Run]:
     """In the order of the shard. Where a file is read in pages from its beginning, all of it is one."""
     slab, pieces = work.slab, work.pieces
     # `.data` has a version counter of its own: the update under way does not look like somebody's change.
-    states = tuple(tensor.data for tensor in (slab.master, *work.moments))
+    states = tuple(tensor.data for tensor in (slab.raw_shard, *work.moments))
     copy = None if slab.copy_of_shard is None else slab.copy_of_shard.data
     if slab.tier is Tier.NVME:
-        return [Run(slab, 0, slab.master.numel(), pieces, states, copy, scaling, arrived)]
+        return [Run(slab, 0, slab.raw_shard.numel(), pieces, states, copy, scaling, arrived)]
     ordered = sorted(pieces, key=lambda piece: piece.start)
     runs = [list(run) for _, run in groupby(ordered, key=lambda piece: piece.streams)]
     return [Run(slab, run[0].start, run[-1].stop, run, states, copy, scaling, arrived) for run in runs]
@@ -178,4 +178,4 @@ def runs_of(work: SlabWork, scaling: Scaling, arrived: Done) -> list[Run]:
 
 def count_of_chunks(slab: AwaySlab) -> int:
     """Where all of it goes the same way."""
-    return -(-slab.master.numel() // CHUNK)
+    return -(-slab.raw_shard.numel() // CHUNK)

@@ -107,4 +107,4 @@ class EarlyUpdates:
 
 def versions_of(slab: AwaySlab) -> tuple[int, ...]:
     """Of its states: another one, and somebody has changed them."""
-    return tuple(state._version for state in (slab.master, *slab.moments.values()))
+    return tuple(state._version for state in (slab.raw_shard, *slab.moments.values()))

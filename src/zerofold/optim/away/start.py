@@ -123,4 +123,4 @@ def _slot_bytes(*, gradient_stays: bool) -> int:
 
 def _gradient_bytes(engine: Engine) -> int:
     streamed = [slab for slab in engine.slabs() if slab.requires_grad and slab.tier is Tier.HOST]
-    return sum(slab.master.numel() * slab.gradient_dtype.itemsize for slab in streamed)
+    return sum(slab.raw_shard.numel() * slab.gradient_dtype.itemsize for slab in streamed)

@@ -157,8 +157,8 @@ class AwayUpdates:
         if self._through is None or self._dealt_for == self._share.device_share:
             return
         special = self._special
-        whole = sum(slab.master.numel() for slab in special)
-        rest = sum(slab.master.numel() for slab in self._streaming) - whole
+        whole = sum(slab.raw_shard.numel() for slab in special)
+        rest = sum(slab.raw_shard.numel() for slab in self._streaming) - whole
         share = max(0.0, self._share.device_share * (rest + whole) - whole) / max(1, rest)
         self._dealt_for, owed = self._share.device_share, 0.0
         for slab in self._streaming:
@@ -278,7 +278,7 @@ class AwayUpdates:
 
     def _bring_to_file(self, slab: AwaySlab) -> None:
         if self._has_changed(slab):  # its new values are not in the file
-            for state in (slab.master, *slab.moments.values()):
+            for state in (slab.raw_shard, *slab.moments.values()):
                 self._memory.written(state)
 
     def _has_changed(self, slab: AwaySlab) -> bool:
