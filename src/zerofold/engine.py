@@ -82,15 +82,15 @@ class Engine:
         self.updates: Updates | None = None  # of offloaded states, once a step has needed them
         self.step.finish = self.finish_updates
         home = Home(
-            row,
-            groups,
-            device,
-            self.cache,
-            self.step,
-            precision,
-            self.offloading.memory,
-            self.transfers,
-            self.offloading.tiers,
+            row=row,
+            groups=groups,
+            device=device,
+            cache=self.cache,
+            step=self.step,
+            precision=precision,
+            memory=self.offloading.memory,
+            transfers=self.transfers,
+            tiers=self.offloading.tiers,
             adds_up=accumulate > 1 or (self.offloading.wish is not None and self.offloading.wish.sums),
             engine=EngineLink(self),
         )

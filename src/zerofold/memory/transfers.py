@@ -10,7 +10,7 @@ Where the device is the host, copies are made at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -61,16 +61,13 @@ class Transfers:
         self.is_async = device.type == "cuda"
         self._up, self._down = (torch.cuda.Stream(device) if self.is_async else None for _ in range(2))
 
-    @contextmanager
-    def up(self) -> Iterator[None]:
+    def up(self) -> AbstractContextManager[None]:
         """Inside, work goes to the stream towards the device, behind what the current stream has to do until now."""
-        with self._beside(self._up):
-            yield
+        return self._beside(self._up)
 
-    @contextmanager
-    def down(self) -> Iterator[None]:
-        with self._beside(self._down):
-            yield
+    def down(self) -> AbstractContextManager[None]:
+        """The same, towards the host."""
+        return self._beside(self._down)
 
     @contextmanager
     def _beside(self, stream: Any) -> Iterator[None]:
