@@ -120,7 +120,7 @@ def limits(path: str) -> list[str]:
         zf.shard(model, offload=wish, **options)
         plan = Engine.of(model).offloading.plan
         assert plan is not None
-        copies = sum(slab.copy.nbytes for slab in Engine.of(model).slabs() if slab.copy is not None)
+        copies = sum(slab.group_copy.nbytes for slab in Engine.of(model).slabs() if slab.group_copy is not None)
         shards = sum(slab.resident.nbytes for slab in Engine.of(model).slabs() if slab.resident is not None)
         need = plan.used(Tier.DEVICE) + plan.extra_device
         assert need == copies + shards + plan.extra_device

@@ -244,7 +244,7 @@ def _held(engine: Engine, state: str) -> Iterator[Any]:
     parameters = [*engine.model.parameters(), *(p for slab in engine.slabs() for p in (*slab.parameters, *slab.faces))]
     if state == "parameters":
         yield parameters
-        yield [(slab.shard, slab.resident, slab.storage.tensor, slab.copy) for slab in engine.slabs()]
+        yield [(slab.shard, slab.resident, slab.storage.tensor, slab.group_copy) for slab in engine.slabs()]
     elif state == "buffers":
         yield list(engine.model.buffers())
     elif state == "optimizer":

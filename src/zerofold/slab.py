@@ -61,7 +61,7 @@ class Slab(FlatParameters):
         self.resident: Tensor | None = None  # this rank's piece of what forward computes with, in `slab_away` alone
         self.update: Update | None = None  # of the shard, under way
         copies = home.groups.copy
-        self.copy = GroupCopy(self.storage, copies) if copies is not None and self.has_own_shard else None
+        self.group_copy = GroupCopy(self.storage, copies) if copies is not None and self.has_own_shard else None
         self.is_read = all(entry.source is not None for entry in entries)
         self.unfilled = [index for index, e in enumerate(entries) if e.parameter.is_meta and e.source is None]
         if self.is_read and self.has_own_shard:
@@ -171,8 +171,8 @@ class Slab(FlatParameters):
             self._gathered_version = self.version
             self.hide_masters()
             self.storage.allocate()
-            if self.copy is not None and self.copy.version == self.version:
-                return self.copy.start_gather(unit=self.unit)
+            if self.group_copy is not None and self.group_copy.version == self.version:
+                return self.group_copy.start_gather(unit=self.unit)
             return self._complete()
         return self._gather_from_all()
 
@@ -227,10 +227,10 @@ class Slab(FlatParameters):
         self.mark_changed()
 
     def after_gather(self) -> None:
-        """The gather is through."""
-        is_new = self.copy is not None and self.copy.version != self._gathered_version
-        if self.copy is not None and is_new and not self.shows_masters:
-            self.copy.keep(self._gathered_version)
+        """The gather is through: what came from all ranks is kept cut inside the group as well (hpZ)."""
+        kept = self.group_copy
+        if kept is not None and kept.version != self._gathered_version and not self.shows_masters:
+            kept.keep(self._gathered_version)
 
     @property
     def is_stale(self) -> bool:

@@ -31,7 +31,7 @@ def totals(engine: Engine) -> Totals:
     device = engine.offloading.memory.device
     here = [slab for slab in slabs if not slab.is_away]
     copies = [slab for slab in slabs if slab.is_away and slab.tiers.parameters is Tier.DEVICE]
-    of_groups = sum(slab.copy.nbytes for slab in slabs if slab.is_away and slab.copy is not None)
+    of_groups = sum(slab.group_copy.nbytes for slab in slabs if slab.is_away and slab.group_copy is not None)
     return Totals(
         parameters=sum(map(parameter_nbytes, slabs)),
         optimizer=sum(map(nbytes_of, states)) + sum(map(master_nbytes, slabs)),
@@ -52,7 +52,7 @@ def parameter_nbytes(slab: Slab) -> int:
         kept = 0 if slab.dtypes.has_master else slab.raw_shard.nbytes
     else:
         kept = slab.storage.nbytes
-    return kept + (0 if slab.copy is None else slab.copy.nbytes)
+    return kept + (0 if slab.group_copy is None else slab.group_copy.nbytes)
 
 
 def _beside_master(slab: Slab) -> int:
