@@ -20,7 +20,7 @@ from zerofold.memory import TierMemory
 from zerofold.memory.arena import HostArena
 from zerofold.memory.disk import PAGE, DiskStore
 from zerofold.memory.disk_file import remove_leftovers
-from zerofold.offload.budget import Budget, available
+from zerofold.offload.budget import GIB, Budget, available
 from zerofold.offload.plan import Plan, place
 from zerofold.offload.sizes import UnitSize
 from zerofold.offload.wishes import Offload
@@ -30,7 +30,6 @@ from zerofold.plan.slabs import SlabSize, unit_size
 from zerofold.plan.states import Widths
 from zerofold.precision import Precision
 
-GIB = 2**30
 _EXTENTS = 8  # at most, of one slab in the file, each rounded up to a page
 
 
