@@ -98,9 +98,9 @@ class AwaySlab(Slab):
         makes_anew = self._resident_is_old or self._resident_is_lent or self.is_kept
         is_read_from_file = self.tier is Tier.NVME and self.resident is None
         if not is_written and (makes_anew or is_read_from_file):
-            # The values come from the shard, which an update may still be changing: its copy on the device is ready
-            # before the shard is back in memory or in the file. And the resident may still be getting gradients that
-            # were cleared since. `look` waits for both.
+            # The values are made from the shard. A unit can be used before the last update has brought that back to
+            # memory or to the file; where parameters stay on the device, states may even stay there with them. And to
+            # the resident's place gradients may still be on their way that were cleared since. `look` waits for it all.
             self.home.step.look(self._shard)
         transfers = self.home.transfers
         if self.resident is not None and self.tiers.parameters is Tier.NVME:
