@@ -200,16 +200,14 @@ class Engine:
 
     def finish_updates(self) -> None:
         """Returns when offloaded states are what the last step makes of them, and gradients have arrived."""
-        tape = self.clock.tape
-        if tape is None or self.updates is None:
-            self._finish_updates()
+        if self.updates is None:
+            self._finish_gradients()
             return
-        with tape.spent(DISK if self.offloading.memory.disk is not None else HOST):
-            self._finish_updates()
-
-    def _finish_updates(self) -> None:
-        if self.updates is not None:
+        with self.clock.spent(DISK if self.offloading.memory.disk is not None else HOST):
             self.updates.finish()
+            self._finish_gradients()
+
+    def _finish_gradients(self) -> None:
         for slab in self.slabs():
             if isinstance(slab.gradients, AwayGradients):
                 slab.gradients.finish()

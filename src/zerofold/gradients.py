@@ -16,8 +16,8 @@ two; where it raised, `abandon` does.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,54 +25,68 @@ from torch import Tensor
 from zerofold.reduce import Reducer
 
 
-class SlabGradients(Protocol):
+class SlabGradients(ABC):
     arrived_since_reduce: set[int]
     """Indices of parameters."""
 
+    @abstractmethod
     def before_accumulate(self, index: int) -> None:
         """Autograd is about to write the gradient of a parameter to its `.grad`, or to add it there."""
 
+    @abstractmethod
     def arrived(self, index: int) -> None:
         """It has done so."""
 
+    @abstractmethod
     def forget_cleared(self) -> None:
         """Drops what the user has cleared since it was shown (`zero_grad`), local sums included."""
 
+    @abstractmethod
     def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None:
         """Starts to reduce what has arrived; a parameter with nothing counts as zeros. `across`: over all groups."""
 
+    @abstractmethod
     def settle(self, present: Sequence[bool]) -> None:
         """The reduction is through: shows the gradients of those parameters that had one on any rank."""
 
+    @abstractmethod
     def keep_partial(self) -> None:
         """A backward has ended without a reduction: what has arrived waits for a later one."""
 
     def awaiting_across(self) -> set[int]:
         """Parameters whose gradient is reduced inside the group and not yet across groups."""
+        return set()
 
+    @abstractmethod
     def abandon(self) -> None:
         """A backward has raised: what arrived in it, and was not shown yet, is dropped."""
 
+    @abstractmethod
     def take_local(self, index: int) -> Tensor | None:
         """What has arrived of a gradient and is not reduced yet, which is then no longer here."""
 
+    @abstractmethod
     def put_local(self, index: int, gradient: Tensor) -> None:
         """The opposite of `take_local`."""
 
+    @abstractmethod
     def lie_in(self, flat: Tensor) -> None:
         """From now on gradients are in this memory of zeros, from the first backward on."""
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """All that is held, wherever."""
 
     @property
     def device_nbytes(self) -> int:
         """Of `nbytes`, what is in the memory of the device."""
+        return self.nbytes
 
     @property
     def local_nbytes(self) -> int:
         """Of `nbytes`, what this rank alone has added up and not yet reduced, with memory that is kept for it."""
+        return 0
 
 
 def can_hold(memory: Tensor, gradient: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zerofold.face_gradient import FaceGradient
-from zerofold.gradients import can_hold, refuse_sparse
+from zerofold.gradients import SlabGradients, can_hold, refuse_sparse
 from zerofold.layout import FlatLayout
 from zerofold.memory import share_storage
 from zerofold.precision import Dtypes
@@ -26,7 +26,7 @@ from zerofold.reduce import Reducer, Reduction
 from zerofold.sharded import ShardedParameter, ShardedTensor
 
 
-class FaceGradients:
+class FaceGradients(SlabGradients):
     """Each rank ends with the mean gradient of what it updates, shown as `.grad` of the sharded faces.
 
     Local gradients are taken from `p.grad` as they arrive and dropped once reduced, so nothing counts twice. The
@@ -111,7 +111,6 @@ class FaceGradients:
                 self._show(index, unreduced=self._awaits_across)
 
     def awaiting_across(self) -> set[int]:
-        """Which parameters have a gradient that is reduced inside the group and not yet across groups."""
         return {i for i, is_shown in enumerate(self._is_shown) if is_shown} if self._awaits_across else set()
 
     def keep_partial(self) -> None:
@@ -132,7 +131,6 @@ class FaceGradients:
                 self.arrived_since_reduce.discard(index)
 
     def take_local(self, index: int) -> Tensor | None:
-        """What has arrived of a gradient and is not reduced yet, which is then no longer here."""
         self._notice_clearing(index)
         gradient, self._local[index] = self._local[index], None
         self.arrived_since_reduce.discard(index)
@@ -230,13 +228,7 @@ class FaceGradients:
         return self.local_nbytes + sum(grad.raw_local.nbytes for grad in shown if isinstance(grad, ShardedTensor))
 
     @property
-    def device_nbytes(self) -> int:
-        """Of them, what is in the memory of the device."""
-        return self.nbytes
-
-    @property
     def local_nbytes(self) -> int:
-        """Of them, what this rank alone has added up so far, and memory that is kept for it."""
         waiting = [gradient for gradient in self._local if gradient is not None]
         local = sum(gradient.nbytes for gradient in waiting if not self._is_among_sums(gradient))
         return local + (0 if self._sums is None else self._sums.nbytes)

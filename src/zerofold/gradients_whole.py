@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerofold.gradients import refuse_sparse
+from zerofold.gradients import SlabGradients, refuse_sparse
 from zerofold.layout import FlatLayout
 from zerofold.memory import share_storage
 from zerofold.reduce import Reducer
 
 
-class WholeGradients:
+class WholeGradients(SlabGradients):
     """Every rank ends with the whole mean gradient: `p.grad` is a view of one flat tensor, reduced in place.
 
     A second backward adds its local gradients to the mean of the first, and the sum is averaged. That leaves the first
@@ -80,9 +80,6 @@ class WholeGradients:
             if present[index] and parameter.grad is None:  # only other ranks had one
                 parameter.grad = self._view(self._storage(), index)
 
-    def awaiting_across(self) -> set[int]:
-        return set()
-
     def keep_partial(self) -> None:
         pass  # p.grad holds the local sum, as in DistributedDataParallel under no_sync
 
@@ -103,11 +100,3 @@ class WholeGradients:
         if flat is None:
             return sum(grad.nbytes for grad in loose)
         return flat.nbytes + sum(grad.nbytes for grad in loose if not share_storage(grad, flat))
-
-    @property
-    def device_nbytes(self) -> int:
-        return self.nbytes
-
-    @property
-    def local_nbytes(self) -> int:
-        return 0  # what adds up is the gradient itself

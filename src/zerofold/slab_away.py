@@ -15,8 +15,6 @@ update changed that. Or gradients were written over parts of it (`spoiled`), and
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
@@ -134,9 +132,8 @@ class AwaySlab(Slab):
         return FromFile(self.home.memory, resident, arrive)
 
     def _wait_for(self, update: Update) -> None:
-        tape = self.clock.tape
         try:
-            with nullcontext() if tape is None else tape.spent(update.waits_for, self.unit):
+            with self.clock.spent(update.waits_for, self.unit):
                 update.wait()
         except BaseException:
             self.update = update  # it has failed: every later use is to hear of that, and not compute with half of it

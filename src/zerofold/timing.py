@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -378,3 +378,6 @@ class Clock:
     """Where the parts of an engine find the tape while one is running; None otherwise, and nothing is done."""
 
     tape: Tape | None = None
+
+    def spent(self, category: str, unit: str = "") -> AbstractContextManager[None]:
+        return nullcontext() if self.tape is None else self.tape.spent(category, unit)

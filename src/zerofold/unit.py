@@ -109,15 +109,11 @@ class Unit:
                     _put(entry, entry.parameter, instead_of=face)
 
     def _wait_for(self, handle: Waitable) -> None:
-        tape = None if isinstance(handle, Handle) else self.clock.tape  # a collective writes down its own wait
-        if tape is None:
+        if isinstance(handle, Handle):  # a collective writes down its own wait
             handle.wait()
             return
-        tape.begin(handle.waits_for, self.name)
-        try:
+        with self.clock.spent(handle.waits_for, self.name):
             handle.wait()
-        finally:
-            tape.end()
 
     def release(self) -> None:
         """Frees the gathered memory; where it is cut, the module shows the sharded parameters."""
