@@ -45,7 +45,7 @@ def run(
     if kernel == "plain":
         adam_plain.update(tensors, settings, coefficient, clip_value)
     elif kernel == "interpreter":
-        adam_triton.update(tensors, settings, coefficient, clip_value)
+        adam_triton.prepare(tensors, settings, clip_value)(coefficient)
     else:
         adam(tensors, settings, scale=coefficient, clip_value=clip_value)
 

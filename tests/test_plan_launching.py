@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -129,6 +130,51 @@ def test_an_update_that_was_seen_to_end_takes_what_it_took() -> None:
     assert cut.exposed["launch"] == pytest.approx(0.0625, rel=1e-3)
     short = replace(LARGE, launched=(ran(settled=0.5 * alone.update),))
     assert times(short, H200, Point(micro_batch=8)).step == pytest.approx(alone.step)
+
+
+def test_what_is_made_ready_for_an_update_costs_where_the_host_is_not_ahead() -> None:
+    alone = times(replace(LARGE, launched=(ran(),)), H200, Point(micro_batch=8))
+    settled = alone.update + 0.25
+    for passes, costs in ((0.1 * alone.compute, 0.0625), (4 * alone.compute, 0.25)):
+        known = [ran(backward=passes, settled=settled, ahead=ahead) for ahead in (0.0, 0.1875)]
+        all_after, in_part = (times(replace(LARGE, launched=(each,)), H200, Point(micro_batch=8)) for each in known)
+        assert all_after.step - in_part.step == pytest.approx(0.25 - costs, abs=1e-3)
+
+
+def test_what_is_over_sooner_behind_other_work_was_done_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that does nothing but wait: the host needs 20 ms, 15 of them before it asks for the norm."""
+    clock = SimpleNamespace(free_at=0.0)
+
+    class Event:
+        def __init__(self, **_: object) -> None:
+            self.time = 0.0
+
+        def record(self) -> None:
+            self.time = max(time.perf_counter(), clock.free_at)
+
+        def elapsed_time(self, other: Event) -> float:
+            return (other.time - self.time) * 1000
+
+    def wait(*_: object) -> None:
+        time.sleep(max(0.0, clock.free_at - time.perf_counter()))
+
+    def occupy(cycles: int) -> None:
+        clock.free_at = time.perf_counter() + cycles / probing._CYCLES
+
+    def update() -> None:
+        time.sleep(0.015)
+        wait()
+        time.sleep(0.005)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(torch.cuda, "_sleep", occupy)
+    monkeypatch.setattr(probing, "_waits_counted", lambda device: nullcontext(lambda: 0))
+    weight = torch.ones(1, requires_grad=True)
+    step = Step(lambda: weight.sum(), update, lambda: None)
+    found = probe(step, torch.device("cuda"), samples=1, checkpoint_every=0, steps=3)
+    assert found.settled == pytest.approx(0.020, abs=0.004)
+    assert found.ahead == pytest.approx(0.015, abs=0.004)
 
 
 def test_a_host_that_waits_in_every_block_loses_its_lead() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from zerofold.gradients_away import AwayGradients
 from zerofold.memory import share_storage
 from zerofold.optim.away import DeviceMemory, updates_of
 from zerofold.optim.away.chunks import PieceWork, Scaling, SlabWork
-from zerofold.optim.onepass import STATE_DTYPES, AdamSettings, AdamTensors, adam
+from zerofold.optim.onepass import STATE_DTYPES, AdamSettings, AdamTensors, Launch, prepare
 from zerofold.sharded import ShardedParameter, ShardedTensor
 from zerofold.slab import Slab
 from zerofold.slab_away import AwaySlab
@@ -39,39 +39,97 @@ def why_not_one_pass(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def update(engine: Engine, optimizer: torch.optim.Optimizer, scale: Tensor | None, clip_value: float | None) -> None:
-    """One step of the optimizer on every piece that has a gradient, read times `scale` and at most `clip_value`.
+class _Place(NamedTuple):
+    """A parameter with a gradient, where it lies, and the numbers of its group."""
 
-    Offloaded states are updated later: who needs them waits for that.
+    face: ShardedParameter
+    slab: Slab
+    number: int
+    """Of the parameter in its slab."""
+    settings: AdamSettings
+
+
+class Update:
+    """One step of the optimizer on every piece that has a gradient.
+
+    `prepare` may be called before anybody knows whether the step is made: it changes nothing, and on a GPU its work is
+    done while the device is still in backward. Offloaded states are updated later: who needs them waits for that.
     """
-    places, is_first = engine.places(), engine.is_offloaded and engine.updates is None
-    memory = DeviceMemory.now(engine.device) if is_first else None
-    before: dict[Slab, int] = {}
-    away: dict[AwaySlab, list[tuple[int, PieceWork]]] = {}
-    for group in optimizer.param_groups:
-        faces = [p for p in group["params"] if isinstance(p, ShardedParameter) and p.grad is not None]
-        tensors, settings = [], _settings(group)
-        for face in faces:
-            slab, index = places[id(face)]
-            if isinstance(slab, AwaySlab):
-                made = _piece(engine, optimizer, face, slab, index, settings)
-                away.setdefault(slab, []).extend((index, piece) for piece in made)
-                continue
-            before.setdefault(slab, slab.version)
-            tensors.append(_tensors(engine, optimizer, face, slab, index))
-        adam(tensors, settings, scale=scale, clip_value=clip_value)
-    for slab, version in before.items():  # on every rank, also where it owns nothing of what was changed
-        slab.mark_changed()
-        if slab.is_kept and slab.dtypes.has_master:
-            slab.after_update(version)
-    if away:
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, clip_value: float | None) -> None:
+        self._engine, self._optimizer, self._clip_value = engine, optimizer, clip_value
+        places = engine.places()
+        self._away: dict[AwaySlab, list[_Place]] = {}
+        self._here: list[tuple[AdamSettings, list[_Place]]] = []
+        for group in optimizer.param_groups:
+            faces = [p for p in group["params"] if isinstance(p, ShardedParameter) and p.grad is not None]
+            settings, here = _settings(group), list[_Place]()
+            for face in faces:
+                slab, number = places[id(face)]
+                found = self._away.setdefault(slab, []) if isinstance(slab, AwaySlab) else here
+                found.append(_Place(face, slab, number, settings))
+            self._here.append((settings, here))
+        self._launches: list[Launch] | None = None
+
+    def prepare(self) -> None:
+        """Unless states have to be made or moved first."""
+        places = [place for _, here in self._here for place in here]
+        if all(_is_complete(self._optimizer.state.get(place.face), place.slab) for place in places):
+            self._launches = [
+                prepare([self._tensors(place) for place in here], settings, clip_value=self._clip_value)
+                for settings, here in self._here
+                if here
+            ]
+
+    def run(self, scale: Tensor | None) -> None:
+        """Every gradient is read times `scale` and at most `clip_value`."""
+        engine, optimizer = self._engine, self._optimizer
+        is_first = engine.is_offloaded and engine.updates is None
+        memory = DeviceMemory.now(engine.device) if is_first else None
+        here = [place for _, places in self._here for place in places]
+        before = {place.slab: place.slab.version for place in here}
+        if self._launches is None:
+            for place in here:
+                _complete_state(engine, optimizer, place)
+            self.prepare()
+        assert self._launches is not None
+        for launch in self._launches:
+            launch(scale)
+        if here:
+            torch._foreach_add_([optimizer.state[place.face]["step"] for place in here], 1)
+        for slab, version in before.items():  # on every rank, also where it owns nothing of what was changed
+            slab.mark_changed()
+            if slab.is_kept and slab.dtypes.has_master:
+                slab.after_update(version)
+        if self._away:
+            self._submit(scale, memory)
+
+    def _tensors(self, place: _Place) -> AdamTensors:
+        face, slab = place.face, place.slab
+        state = self._optimizer.state[face]
+        step = int(state["step"].item()) + 1
+        assert isinstance(face.grad, ShardedTensor)
+        return AdamTensors(
+            face.local,
+            face.grad.local.to(face.local.device),
+            state["exp_avg"].local,
+            state["exp_avg_sq"].local,
+            slab.kept_piece(place.number),
+            step,
+            _seed(step, face, slab),
+        )
+
+    def _submit(self, scale: Tensor | None, memory: DeviceMemory | None) -> None:
+        engine, optimizer, clip_value = self._engine, self._optimizer, self._clip_value
+        pieces = {
+            slab: [(place.number, piece) for place in places for piece in _piece(engine, optimizer, place)]
+            for slab, places in self._away.items()
+        }
         scaling = Scaling(None if scale is None or scale.item() == 1.0 else scale.item(), clip_value)
-        ordered = [
-            slab for slab in engine.slabs() if isinstance(slab, AwaySlab) and slab in away
-        ]  # as forward will need them
+        ordered = [slab for slab in engine.slabs() if isinstance(slab, AwaySlab) and slab in pieces]  # as forward goes
         updates = updates_of(engine, memory)  # which the first time says which parameters stream through the device
         work = [
-            _work_on(slab, [piece._replace(streams=_streams(slab, index, piece)) for index, piece in away[slab]])
+            _work_on(slab, [piece._replace(streams=_streams(slab, index, piece)) for index, piece in pieces[slab]])
             for slab in ordered
         ]
         alone = len(engine.optimizers) == 1  # else nobody knows which of them steps next
@@ -110,48 +168,27 @@ def _streams(slab: AwaySlab, index: int, piece: PieceWork) -> bool:
     return index in slab.streamed or (bool(slab.streamed) and piece.gradient.device.type != "cpu")
 
 
-def _piece(
-    engine: Engine,
-    optimizer: torch.optim.Optimizer,
-    face: ShardedParameter,
-    slab: AwaySlab,
-    index: int,
-    settings: AdamSettings,
-) -> list[PieceWork]:
+def _piece(engine: Engine, optimizer: torch.optim.Optimizer, place: _Place) -> list[PieceWork]:
     """What is to be done to a parameter of which this rank has a piece, if it has one."""
-    piece = slab.layout.pieces(slab.place)[index]
-    step = _ready_state(engine, optimizer, face, slab, index)
+    face, slab, number, settings = place
+    piece = slab.layout.pieces(slab.place)[number]
+    _complete_state(engine, optimizer, place)
+    count = optimizer.state[face]["step"]
+    count += 1
+    step = int(count.item())
     assert isinstance(face.grad, ShardedTensor)
     gradient = face.grad.raw_local.detach().reshape(-1)
     if isinstance(slab.gradients, AwayGradients):
-        slab.gradients.use_up(index)  # on every rank: one that has no piece of it must not wait where others raise
+        slab.gradients.use_up(number)  # on every rank: one that has no piece of it must not wait where others raise
     face.grad.is_being_read = not face.grad.is_used_up
     if not piece.size:
         return []
     return [PieceWork(piece.shard_start, piece.shard_stop, gradient, settings, step, _seed(step, face, slab))]
 
 
-def _tensors(
-    engine: Engine, optimizer: torch.optim.Optimizer, face: ShardedParameter, slab: Slab, index: int
-) -> AdamTensors:
-    step = _ready_state(engine, optimizer, face, slab, index)
-    state = optimizer.state[face]
-    assert isinstance(face.grad, ShardedTensor)
-    return AdamTensors(
-        face.local,
-        face.grad.local.to(face.local.device),
-        state["exp_avg"].local,
-        state["exp_avg_sq"].local,
-        slab.kept_piece(index),
-        step,
-        _seed(step, face, slab),
-    )
-
-
-def _ready_state(
-    engine: Engine, optimizer: torch.optim.Optimizer, face: ShardedParameter, slab: Slab, index: int
-) -> int:
-    """The moments of a parameter are there, in their dtype and memory; the number of this step for it."""
+def _complete_state(engine: Engine, optimizer: torch.optim.Optimizer, place: _Place) -> None:
+    """The moments of a parameter are there, in their dtype and memory, and its count of steps on the host."""
+    face, slab, number, _ = place
     state, dtype = optimizer.state[face], engine.precision.moments
     if not state:
         state["step"] = torch.tensor(0.0)
@@ -161,7 +198,7 @@ def _ready_state(
             continue
         room = torch.zeros_like(face.raw_local, dtype=dtype)
         if isinstance(slab, AwaySlab):
-            piece = slab.layout.pieces(slab.place)[index]
+            piece = slab.layout.pieces(slab.place)[number]
             room = face.spec.shaped(slab.moment(name, dtype)[piece.shard_start : piece.shard_stop])
         if held is not None:  # loaded or handed over: whole, in another dtype, or in other memory
             engine.step.look(slab.raw_shard)  # which may have begun to be updated
@@ -171,8 +208,13 @@ def _ready_state(
         state["step"] = torch.tensor(float(state["step"]))
     if state["step"].device.type != "cpu":  # where a fused torch kernel or a loaded state had it: reading would wait
         state["step"] = state["step"].cpu()
-    state["step"] += 1
-    return int(state["step"].item())
+
+
+def _is_complete(state: dict[str, Any] | None, slab: Slab) -> bool:
+    if not state or not all(_is_ready(state.get(name), slab, name) for name in _MOMENTS):
+        return False
+    count = state["step"]
+    return isinstance(count, Tensor) and count.device.type == "cpu"
 
 
 def _is_ready(held: object, slab: Slab, name: str) -> bool:

@@ -17,12 +17,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerofold.optim.onepass import AdamSettings, AdamTensors
+from zerofold.optim.onepass import AdamSettings, AdamTensors, Launch
 
 try:
     import triton
@@ -153,9 +153,19 @@ def _stochastic(values, noise):
     return tl.where(values != values, values, rounded)  # a carry could turn a NaN into zero
 
 
-def update(
-    tensors: Sequence[AdamTensors], settings: AdamSettings, scale: Tensor | None, clip_value: float | None
-) -> None:
+class _Group(NamedTuple):
+    """Tensors of one launch."""
+
+    dtypes: tuple[torch.dtype, ...]
+    copy: torch.dtype | None
+    vector: int
+    step: int
+    table: Tensor
+    block_map: Tensor
+
+
+def prepare(tensors: Sequence[AdamTensors], settings: AdamSettings, clip_value: float | None) -> Launch:
+    """Uploads the tables, which takes the host most of the time; what it returns only launches."""
     device = tensors[0].master.device
     # What is compiled in, and the step, which most often all tensors share: so it need not be in the table.
     alike: dict[tuple[Any, ...], list[AdamTensors]] = defaultdict(list)
@@ -163,35 +173,46 @@ def update(
         held = tuple(None if t is None else t.dtype for t in each[:5])
         alike[held, _vector(each), each.step].append(each)
     on_gpu = device.type == "cuda"  # Triton's interpreter, which the tests use, runs this on the CPU
-    with torch.cuda.device(device) if on_gpu else nullcontext():
-        stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-        for ((*dtypes, copy), vector, step), members in alike.items():
-            table = _table(members, device)
-            block_map = _block_map(tuple(each.master.numel() for each in members), device, stream)
-            _adam_kernel[(len(block_map),)](
-                table,
-                block_map,
-                table if scale is None else scale,
-                0.0 if clip_value is None else clip_value,
-                settings.weight_decay * (settings.lr if settings.decoupled else 1.0),
-                settings.beta1,
-                1 - settings.beta1,
-                settings.beta2,
-                1 - settings.beta2,
-                settings.eps,
-                settings.step_size(step),
-                1 / settings.root_of_correction(step),
-                *(_DTYPES[dtype] for dtype in dtypes),
-                COPY=_DTYPES[copy or dtypes[0]],
-                HAS_COPY=copy is not None,
-                HAS_SCALE=scale is not None,
-                HAS_CLIP=clip_value is not None,
-                DECOUPLED=settings.decoupled,
-                MAXIMIZE=settings.maximize,
-                BLOCK=BLOCK,
-                VECTOR=vector,
-                num_warps=WARPS,
-            )
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+    groups = []
+    for ((*dtypes, copy), vector, step), members in alike.items():
+        sizes = tuple(each.master.numel() for each in members)
+        tables = _table(members, device), _block_map(sizes, device, stream)
+        groups.append(_Group(tuple(dtypes), copy, vector, step, *tables))
+
+    def launch(scale: Tensor | None) -> None:
+        with torch.cuda.device(device) if on_gpu else nullcontext():
+            for group in groups:
+                _launch(group, settings, scale, clip_value)
+
+    return launch
+
+
+def _launch(group: _Group, settings: AdamSettings, scale: Tensor | None, clip_value: float | None) -> None:
+    _adam_kernel[(len(group.block_map),)](
+        group.table,
+        group.block_map,
+        group.table if scale is None else scale,
+        0.0 if clip_value is None else clip_value,
+        settings.weight_decay * (settings.lr if settings.decoupled else 1.0),
+        settings.beta1,
+        1 - settings.beta1,
+        settings.beta2,
+        1 - settings.beta2,
+        settings.eps,
+        settings.step_size(group.step),
+        1 / settings.root_of_correction(group.step),
+        *(_DTYPES[dtype] for dtype in group.dtypes),
+        COPY=_DTYPES[group.copy or group.dtypes[0]],
+        HAS_COPY=group.copy is not None,
+        HAS_SCALE=scale is not None,
+        HAS_CLIP=clip_value is not None,
+        DECOUPLED=settings.decoupled,
+        MAXIMIZE=settings.maximize,
+        BLOCK=BLOCK,
+        VECTOR=group.vector,
+        num_warps=WARPS,
+    )
 
 
 def _vector(each: AdamTensors) -> int:

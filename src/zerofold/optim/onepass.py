@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,8 @@ class AdamTensors(NamedTuple):
     """For stochastic rounding, below 2**63. The same seed on the same kind of device gives the same bits."""
 
 
-Update = Callable[[Sequence[AdamTensors], AdamSettings, Tensor | None, float | None], None]
+Launch = Callable[[Tensor | None], None]
+"""Does the update; takes the scale."""
 
 
 def adam(
@@ -105,41 +107,61 @@ def adam(
     >>> copy
     tensor([0.5000, 0.5000, 0.5000, 0.5000], dtype=torch.bfloat16)
     """
+    prepare(tensors, settings, clip_value=clip_value)(scale)
+
+
+def prepare(tensors: Sequence[AdamTensors], settings: AdamSettings, *, clip_value: float | None = None) -> Launch:
+    """All of `adam` that needs neither the scale nor the gradients' values, which may still be under way.
+
+    >>> master = torch.ones(4)
+    >>> states = AdamTensors(master, torch.ones(4), torch.zeros(4), torch.zeros(4), None, step=1, seed=0)
+    >>> launch = prepare([states], AdamSettings(lr=0.5, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0))
+    >>> launch(None)
+    >>> master
+    tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
     present = [each for each in tensors if each.master.numel()]
+    if clip_value is not None and not clip_value > 0:
+        raise ValueError(f"clip_value={clip_value} must be positive; leave it out for no clipping")
     if not present:
-        return
+        return lambda scale: None
     device = present[0].master.device
     for index, each in enumerate(present):
         _check(index, each, device)
-    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != device):
-        raise ValueError(
-            f"scale is {tuple(scale.shape)} of {scale.dtype} on {scale.device}; it must be one fp32 number on {device}"
-        )
-    if clip_value is not None and not clip_value > 0:
-        raise ValueError(f"clip_value={clip_value} must be positive; leave it out for no clipping")
-    with torch.no_grad():
-        _update_on(device)(present, settings, scale, clip_value)
+    update = _prepare_on(device, present, settings, clip_value)
+
+    def launch(scale: Tensor | None) -> None:
+        if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != device):
+            raise ValueError(
+                f"scale is {tuple(scale.shape)} of {scale.dtype} on {scale.device}; it must be one fp32 number on "
+                f"{device}"
+            )
+        with torch.no_grad():
+            update(scale)
+
+    return launch
 
 
-def _update_on(device: torch.device) -> Update:
+def _prepare_on(
+    device: torch.device, tensors: Sequence[AdamTensors], settings: AdamSettings, clip_value: float | None
+) -> Launch:
     """Imported when used: Triton is large, and may not be installed."""
-    if device.type == "cpu":
-        from zerofold.optim.adam_cpu import update as on_cpu
-
-        return on_cpu
     if device.type == "cuda":
-        from zerofold.optim.adam_triton import HAS_TRITON
-        from zerofold.optim.adam_triton import update as on_gpu
+        from zerofold.optim import adam_triton
 
-        if HAS_TRITON:
-            return on_gpu
+        if adam_triton.HAS_TRITON:
+            return adam_triton.prepare(tensors, settings, clip_value)
+    if device.type == "cpu":
+        from zerofold.optim import adam_cpu
+
+        return partial(adam_cpu.update, tensors, settings, clip_value=clip_value)
     if device.type == "meta":
-        from zerofold.optim.adam_shapes import update as nowhere
+        from zerofold.optim import adam_shapes
 
-        return nowhere
-    from zerofold.optim.adam_plain import update as anywhere
+        return partial(adam_shapes.update, tensors, settings, clip_value=clip_value)
+    from zerofold.optim import adam_plain
 
-    return anywhere
+    return partial(adam_plain.update, tensors, settings, clip_value=clip_value)
 
 
 def _check(index: int, each: AdamTensors, device: torch.device) -> None:

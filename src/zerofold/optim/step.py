@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from zerofold.attachments import StepInfo, Verdict
 from zerofold.engine import Engine
-from zerofold.optim.adam import update, why_not_one_pass
+from zerofold.optim.adam import Update, why_not_one_pass
 from zerofold.optim.clip import Gradients
 from zerofold.sharded import ShardedParameter, ShardedTensor
 
@@ -52,15 +53,16 @@ class Step:
             engine.updates.get_ready()  # while the device is still in backward: below, it would wait for this
         gradients = Gradients(engine)
         gradients.of(self._parameters()).refuse_used_up()
-        verdict = self._judge(gradients)
+        update = Update(engine, self._optimizer, options.clip_value) if self._uses_one_pass() else None
+        verdict = self._judge(gradients, meanwhile=_nothing if update is None else update.prepare)
         self._was_applied = not verdict.info.skipped
         if verdict.info.skipped:
             engine.reductions.expect_no_update()
             self._hide()
             return
         scale = self._clip_scale(gradients, verdict)
-        if self._uses_one_pass():
-            update(engine, self._optimizer, scale, options.clip_value)
+        if update is not None:
+            update.run(scale)
             self._hide()
             return
         if scale is not None:
@@ -148,17 +150,23 @@ class Step:
         clip, norm = self._options.clip, verdict.info.norm
         if clip is None or norm + 1e-6 <= clip or verdict.is_clipped:
             return None
-        return gradients.coefficient(clip, torch.tensor(norm, device=self._engine.groups.gather.device))
+        # Filled where it is: a copy from ordinary host memory would wait for the device.
+        return gradients.coefficient(clip, torch.full((), norm, device=self._engine.groups.gather.device))
 
-    def _judge(self, gradients: Gradients) -> Verdict:
-        """One verdict for all ranks, from a number that all of them have. Taken once for one set of gradients."""
+    def _judge(self, gradients: Gradients, *, meanwhile: Callable[[], None]) -> Verdict:
+        """One verdict for all ranks, from a number that all of them have. Taken once for one set of gradients.
+
+        `meanwhile` is called while a device may still be computing what the verdict waits for.
+        """
         engine, last = self._engine, self._engine.verdict
         overflow = self._take_over_grad_scaler(gradients)
         is_same = last is not None and last.reduction == engine.reductions.count and self._optimizer not in last.stepped
         if last is not None and is_same and not overflow:
             last.stepped.add(self._optimizer)
             return last
-        norm = gradients.norm().item()
+        total = gradients.norm()
+        meanwhile()
+        norm = total.item()
         skipped = overflow or not math.isfinite(norm)
         name = gradients.first_non_finite() if skipped else None
         info = StepInfo(norm, skipped, name, engine.scaler.value, engine.scaler.skipped + skipped)
@@ -168,6 +176,10 @@ class Step:
         engine.scaler.update(skipped, parameter=name)
         engine.reducer.loss_scale = engine.scaler.value
         return engine.verdict
+
+
+def _nothing() -> None:
+    pass
 
 
 def _has_work(whole: Tensor) -> bool:

@@ -7,7 +7,8 @@
 Where the model was run on this machine before (`ModelShape.launched`, by `zerofold.plan.probe`) these are what it took.
 They hardly depend on the batch, since the host starts the same kernels for any. Of the update it was seen when the
 device is through with it: what that takes longer than the plan says of a rank alone is what the host keeps it waiting,
-and `clear` is in it. Elsewhere they are counted:
+and `clear` is in it. What the host makes ready for the update before it waits for the gradients' norm is one more part
+of the passes: beside the device, where the host is ahead of it. Elsewhere they are counted:
 
     passes = host_seconds · micro-batches · (kernels + units · UNIT)
     update = host_seconds · units · UPDATE
@@ -44,7 +45,7 @@ class HostSeconds(NamedTuple):
     """Of a step."""
 
     passes: float
-    """Forwards and backwards."""
+    """Forwards and backwards, and what of the update goes on beside them."""
     update: float
     clear: float = 0.0
     """Of the gradients, after it."""
@@ -71,10 +72,10 @@ def host_seconds(model: ModelShape, machine: Machine, point: Point) -> HostSecon
     if measured is not None:
         passes = measured.passes if machine.kind != "cpu" else _beside_arithmetic(measured, model, machine, point)
         stages, runs_ahead = point.pipeline, measured.waits < sum(unit.count for unit in model.units)
-        update, clear = measured.update, measured.clear
+        update, clear, ahead = measured.update, measured.clear, measured.ahead
         if measured.settled and machine.kind != "cpu":
-            update, clear = max(0.0, measured.settled - _update_alone(model, machine, point)), 0.0
-        seconds = (point.accumulate * passes / stages, update / stages, clear / stages)
+            update, clear = max(0.0, measured.settled - ahead - _update_alone(model, machine, point)), 0.0
+        seconds = ((point.accumulate * passes + ahead) / stages, update / stages, clear / stages)
         return HostSeconds(*seconds, runs_ahead=runs_ahead)
     if not model.activities or machine.kind == "cpu":  # where a kernel is the host's own work
         return HostSeconds(0.0, 0.0)

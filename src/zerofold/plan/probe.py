@@ -7,7 +7,13 @@ never far behind, the time until forward and backward return is the host's own, 
     device   .f.f..f.f.b.b..b.b..b..b.b|b|       .......u|uuuuuuuuuuu|
                                         ^ drained |      settled      |
 
-The update is that of any batch, and so is what the device waits for in it.
+The update is that of any batch, and so is what the device waits for in it. With larger batches the host is ahead, and
+does a part of it while the device is still in backward. So some steps are taken with a device that has
+something else to do first; what is over sooner after that is `ahead`:
+
+    host     |forward |backward        |  waits  |update …      |clear| waits |
+    device   .f.f..f.f.b.b..b.b..b..b.b|b|       |occupied|.uuuuuuuu|
+                                                          | settled |
 
 A device that is over a thousand kernels behind stops the host, and then this shows the device's time. `drained` tells.
 """
@@ -18,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
@@ -30,6 +37,8 @@ STEPS = 10
 """That are timed, of which the fastest counts: what else the machine does only slows. The passes and the update may be
 those of two steps, for the host waits in between. Their parts are taken together: the fastest of each would add up to
 passes that never were."""
+_TIMES_BEHIND = 2  # an update is taken so
+_CYCLES = 2e9  # of a second of a device, or fewer: then it is occupied for longer
 
 
 class Step(NamedTuple):
@@ -58,7 +67,11 @@ def probe(step: Step, device: torch.device, *, samples: int, checkpoint_every: i
     _finish(step, device)
     taken = [_take(step, device)._asdict() for _ in range(steps)]
     found = (Launching(checkpoint_every=checkpoint_every, samples=samples, waits=waits, **each) for each in taken)
-    return reduce(Launching.fastest, found)
+    fastest = reduce(Launching.fastest, found)
+    if device.type != "cuda":
+        return fastest
+    behind = min(_settled_behind(step, device, 2 * fastest.settled) for _ in range(_TIMES_BEHIND))
+    return replace(fastest, ahead=max(0.0, fastest.settled - behind))
 
 
 class _Taken(NamedTuple):
@@ -96,6 +109,20 @@ def _take(step: Step, device: torch.device) -> _Taken:
         clear=cleared - updated,
         settled=settled - idle,
     )
+
+
+def _settled_behind(step: Step, device: torch.device, seconds: float) -> float:
+    """From the end of what occupies the device for that long until it is through with an update."""
+    _pass(step)
+    free, settled = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _wait(device)
+    torch.cuda._sleep(int(seconds * _CYCLES))
+    free.record()
+    step.update()
+    step.clear()
+    settled.record()
+    _wait(device)
+    return free.elapsed_time(settled) / 1000
 
 
 def _pass(step: Step) -> None:

@@ -133,6 +133,9 @@ class Launching:
     settled: float = 0.0
     """Seconds from an idle device until it is through with the update, and its gradients are cleared: the device's part
     is in it. The batch has none in it. 0 where nobody looked."""
+    ahead: float = 0.0
+    """How much of `settled` goes before the norm of the gradients is read: beside a device that is still in backward,
+    where the host is ahead of it."""
     waits: int = 0
     """How often forward and backward made the host wait for the device: the values of tensors were asked for."""
 
@@ -144,7 +147,7 @@ class Launching:
         """The passes of the one, and the update of the one, that took less."""
         passes = min(self, other, key=lambda each: each.passes)
         update = min(self, other, key=lambda each: each.settled or each.update + each.clear)
-        return replace(passes, update=update.update, clear=update.clear, settled=update.settled)
+        return replace(passes, update=update.update, clear=update.clear, settled=update.settled, ahead=update.ahead)
 
 
 @dataclass(frozen=True, kw_only=True)
