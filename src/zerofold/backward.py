@@ -49,8 +49,9 @@ class Backward:
         self._refuse, self._check = refuse, check
         self.before_release: Callable[[], None] = lambda: None  # of what stayed gathered until backward ends
         self.piecewise: Collection[Unit] = ()  # units that backward enters and leaves many times (zf.accumulate)
-        # Forwards whose backward may still come. Autograd's nodes keep them alive; a dropped graph drops them.
-        self._waiting: WeakSet[UnitCall] = WeakSet()
+        # Forwards of each unit whose backward may still come. Autograd's nodes keep them alive; a dropped graph drops
+        # them. By unit: to look through all of them at the end of each would cost the square of their number.
+        self._waiting: dict[Unit, WeakSet[UnitCall]] = {}
         self._begun: list[UnitCall] = []
         self._is_under_way = False
         self._is_closed = False
@@ -60,8 +61,9 @@ class Backward:
 
     def close(self) -> None:
         """Lets go of everything: a graph that somebody still has must keep nothing of the model."""
-        for call in self._waiting:
-            del call.unit
+        for calls in self._waiting.values():
+            for call in calls:
+                del call.unit
         vars(self).clear()  # the callbacks lead back here, so all would wait for the garbage collector
         self._is_closed = True
 
@@ -73,7 +75,7 @@ class Backward:
         for node in nodes:
             node.register_prehook(partial(self._begins, call))
         if nodes:
-            self._waiting.add(call)
+            self._waiting.setdefault(call.unit, WeakSet()).add(call)
         return bool(nodes)
 
     def expect_end(self, call: UnitCall, inputs: Iterable[Tensor]) -> None:
@@ -121,7 +123,7 @@ class Backward:
             return  # create_graph: a second backward will read the weights again
         self._schedule.after_backward(call.unit)
         # Another call of the same module may still add to the same gradients.
-        if all(other.ended for other in self._waiting if other.unit is call.unit):
+        if all(other.ended for other in self._waiting.get(call.unit, ())):
             self._reductions.ended(call.unit)
 
     def end(self) -> None:
