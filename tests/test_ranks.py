@@ -25,6 +25,10 @@ def process_id() -> int:
     return os.getpid()
 
 
+def package() -> str | None:
+    return zf.__file__
+
+
 def random_number() -> float:
     return torch.rand(()).item()
 
@@ -71,6 +75,11 @@ def test_every_rank_answers_in_order(ranks: RankPool) -> None:
     assert ranks(2, who) == [(0, 2), (1, 2)]
     assert ranks(2, who, offset=10) == [(10, 2), (11, 2)]
     assert ranks(1, who) == [(0, 1)]
+
+
+def test_ranks_import_the_package_that_the_tests_do(ranks: RankPool) -> None:
+    """Not another checkout's, which may be the one that is installed."""
+    assert ranks(2, package) == [package()] * 2
 
 
 def test_tensors_travel_both_ways(ranks: RankPool) -> None:
