@@ -79,7 +79,7 @@ class StageModule(nn.Module):
         batch = self.batches[self.number]
         course = self.split.course
         course.first, course.stop, course.was_received = self.stage.first, self.stage.stop, False
-        course.received = received[0] if received else None
+        course.received = _own(received[0]) if received else None
         self.split.seat(self.stage.index)
         try:
             output = self.model(*batch.args, **batch.kwargs)
@@ -135,6 +135,14 @@ class StageModule(nn.Module):
                 f"pipeline: {who} returned {what}: a scalar loss is needed; pass loss_fn=(output, target) -> loss"
             )
         return loss.reshape(()).float()
+
+
+def _own(received: Tensor) -> Tensor:
+    """What a block is given. Torch receives into the same tensors in every step, past autograd, and who knows tensors
+    by themselves would take it for the one of a step before: a checkpoint's store, after an error, for one it has.
+    To autograd it is neither a leaf nor a view, so a block may change it in place.
+    """
+    return torch.ops.aten._unsafe_view(received, received.shape)
 
 
 def _graph(root: Node | None) -> Iterator[Node]:
