@@ -56,7 +56,8 @@ def checkpoint(
         return fn(*args, **kwargs)
     tensors: list[Tensor] = []
     run: Callable[..., Any] = _Call(fn, args, kwargs, tensors).run
-    options: dict[str, Any] = {"use_reentrant": use_reentrant}
+    # Where no input has a gradient, torch's reentrant way would leave the parameters inside without theirs.
+    options: dict[str, Any] = {"use_reentrant": use_reentrant and any(tensor.requires_grad for tensor in tensors)}
     if policy is not None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     result: T
