@@ -316,6 +316,21 @@ def test_checkpoints_that_allow_no_split_backward_are_refused(ranks: Any, schedu
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
+def cut_after_grouping(every: int) -> str:
+    """Four blocks: three on the first stage."""
+    mesh, model = zf.mesh(pipeline=2, device="cpu"), make("gpt")
+    zf.checkpoint_blocks(model, every=every)
+    zf.pipeline(model, mesh, microbatches=2, loss_fn=loss_fn, split=["blocks.3"])
+    return "cut"
+
+
+def test_a_group_of_checkpointed_blocks_on_two_stages_is_refused(ranks: Any) -> None:
+    assert ranks(2, cut_after_grouping, 1) == ["cut"] * 2
+    for said in ranks(2, raised, cut_after_grouping, 2):
+        assert "'blocks.2' is checkpointed together with a block of another stage" in said
+        assert "call zf.checkpoint_blocks after zf.pipeline, or with every=1" in said
+
+
 class Rows(nn.Module):
     """Blocks without a class of their own, of which two share a weight."""
 
