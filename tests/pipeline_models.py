@@ -16,13 +16,14 @@ VOCABULARY, SEQUENCE, BATCH = 64, 16, 8
 
 
 class OddBlock(nn.Module):
-    """Returns a tuple, as many blocks of older models do."""
+    """Returns a tuple, as many blocks of older models do, and changes what it is given."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
 
     def forward(self, hidden_states: Tensor, scale: float) -> tuple[Tensor, None]:
+        hidden_states *= 0.9
         return hidden_states + scale * self.mlp(hidden_states), None
 
 

@@ -145,6 +145,25 @@ def test_a_checkpoint_inside_a_checkpoint(how: dict[str, Any]) -> None:
     assert all(map(torch.equal, noisy(None), noisy(how, nested=True)))
 
 
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_reentrant_blocks_behind_frozen_embeddings_are_trained(keep: str) -> None:
+    """Their input has no gradient, and torch's reentrant checkpoint would give their parameters none."""
+
+    def run(how: dict[str, Any] | None) -> list[Tensor | None]:
+        model = make_model(layers=2)
+        for frozen in (model.tokens, model.positions, model.blocks[0].qkv):
+            frozen.requires_grad_(False)
+        if how is not None:
+            zf.checkpoint_blocks(model, **how)
+        model(*next(batches(1, rank=0))).backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    for expected, found in zip(run(None), run({"use_reentrant": True, "keep": keep}), strict=True):
+        assert expected is not None
+        assert found is not None
+        assert torch.equal(expected, found)
+
+
 def test_selective_checkpointing_keeps_what_the_policy_says() -> None:
     multiplied = []
 

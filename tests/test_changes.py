@@ -134,6 +134,29 @@ def test_an_optimizer_that_held_frozen_parameters_trains_them_once_thawed(
     assert max(ranks(2, held_and_thawed, row, has_state)) <= 1e-6
 
 
+def thawed_in(dtype: torch.dtype, precision: zf.Precision | None) -> None:
+    """An optimizer is tried anew when it gets more to train, with states of this dtype by then."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(dtype)
+    model[0].requires_grad_(False)
+    model, optimizer = zf.prepare(model, torch.optim.AdamW(model.parameters()), stage=2, precision=precision)
+    for step in range(2):
+        model[0].requires_grad_(step > 0)
+        model(torch.ones(2, 8, dtype=dtype)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(optimizer.state) == 4
+    zf.close(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_thawing_with_states_that_are_not_fp32(ranks: Any, dtype: torch.dtype) -> None:
+    ranks(1, thawed_in, dtype, None)
+
+
+def test_thawing_with_moments_of_16_bits(ranks: Any) -> None:
+    ranks(1, thawed_in, torch.float32, zf.Precision(parameters=torch.bfloat16, moments=torch.bfloat16))
+
+
 def adapters_after_sharding(stage: int) -> tuple[float, set[str]]:
     from peft import LoraConfig, get_peft_model
 

@@ -29,13 +29,13 @@ from zerofold.engine import Engine
 def train(kind: str, steps: int = 10, *, stages: int = 2, clip: float | None = None, **options: Any) -> dict[str, Any]:
     """Differences between a pipeline and one process, and what the pipeline kept and sent."""
     placing = {key: options.pop(key) for key in ("stage", "precision") if key in options}
-    checkpoints = options.pop("checkpoints", False)
+    checkpoints = options.pop("checkpoints", 0)
     mesh = zf.mesh(pipeline=stages, device="cpu")
     model, reference = make(kind), make(kind)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     pipe = zf.pipeline(model, mesh, **{"microbatches": 4, "loss_fn": loss_fn, **options})
     if checkpoints:
-        zf.checkpoint_blocks(model)
+        zf.checkpoint_blocks(model, every=checkpoints)
     pipe, stepper = zf.prepare(pipe, optimizer(pipe.parameters()), mesh=mesh, clip=clip, **placing)
     losses, norms = [], []
     for step in range(steps):
@@ -120,9 +120,10 @@ def test_one_stage_is_a_pipeline_too(ranks: Any) -> None:
     assert_equal(ranks(2, train, "gpt2", 3, stages=1, stage=3))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_checkpointed_blocks(ranks: Any, schedule: str) -> None:
-    assert_equal(ranks(2, train, "llama", 3, stage=3, schedule=schedule, checkpoints=True))
+@pytest.mark.parametrize(("schedule", "every"), [("1f1b", 2), ("zero_bubble", 1), ("zbv", 2)])
+def test_checkpointed_blocks(ranks: Any, schedule: str, every: int) -> None:
+    """With zbv the two blocks of a rank, also where they are neighbours, are of two stages."""
+    assert_equal(ranks(2, train, "llama", 3, stage=3, schedule=schedule, checkpoints=every))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

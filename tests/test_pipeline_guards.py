@@ -268,17 +268,19 @@ def test_the_optimizer_comes_after_the_pipeline(ranks: Any) -> None:
 
 
 def switch_on(way: str, model: Any) -> Any:
-    """Reentrant checkpoints; what switches them off again. Hugging Face's on one rank, in whose stages they are."""
+    """Checkpoints; what switches them off again. Hugging Face's on one rank, in whose stages they are."""
     if way == "blocks":
         return zf.checkpoint_blocks(model, use_reentrant=True).remove
+    if way == "policy":
+        return zf.checkpoint_blocks(model, policy=[torch.ops.aten.mm.default]).remove
     if dist.get_rank():
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     return model.gradient_checkpointing_disable
 
 
-def step_with_reentrant_checkpoints(schedule: str, way: str, before: int) -> tuple[str, list[float], list[float]]:
+def step_with_checkpoints(schedule: str, way: str, before: int) -> tuple[str, list[float], list[float]]:
     """What the last of these steps is refused for; then it is taken without."""
-    kind, losses, said = "gpt" if way == "blocks" else "llama", [], ""
+    kind, losses, said = "llama" if way == "hugging face" else "gpt", [], ""
     mesh, model = zf.mesh(pipeline=2, device="cpu"), make(kind)
     pipe = zf.pipeline(model, mesh, microbatches=4, loss_fn=loss_fn, schedule=schedule)
     pipe, stepper = zf.prepare(pipe, optimizer(pipe.parameters()), stage=1, mesh=mesh, clip=0.5)
@@ -297,15 +299,36 @@ def step_with_reentrant_checkpoints(schedule: str, way: str, before: int) -> tup
 
 @pytest.mark.parametrize(
     ("schedule", "way", "before"),
-    [("zero_bubble", "blocks", 0), ("zbv", "blocks", 0), ("zero_bubble", "blocks", 2), ("zbv", "hugging face", 1)],
+    [
+        ("zero_bubble", "blocks", 0),
+        ("zbv", "blocks", 0),
+        ("zero_bubble", "blocks", 2),
+        ("zbv", "hugging face", 1),
+        ("zero_bubble", "policy", 1),
+    ],
 )
-def test_reentrant_checkpoints_are_refused_where_backward_is_split(
-    ranks: Any, schedule: str, way: str, before: int
-) -> None:
-    for said, losses, expected in ranks(2, step_with_reentrant_checkpoints, schedule, way, before):
-        assert "has checkpoints with use_reentrant=True" in said
-        assert "pass use_reentrant=False, or use schedule='1f1b'" in said
+def test_checkpoints_that_allow_no_split_backward_are_refused(ranks: Any, schedule: str, way: str, before: int) -> None:
+    made_with = "policy=" if way == "policy" else "use_reentrant=True"
+    fix = "leave it out" if way == "policy" else "pass use_reentrant=False"
+    for said, losses, expected in ranks(2, step_with_checkpoints, schedule, way, before):
+        assert f"has checkpoints with {made_with}, whose backward cannot be split" in said
+        assert f"{fix}, or use schedule='1f1b'" in said
         assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def cut_after_grouping(every: int) -> str:
+    """Four blocks: three on the first stage."""
+    mesh, model = zf.mesh(pipeline=2, device="cpu"), make("gpt")
+    zf.checkpoint_blocks(model, every=every)
+    zf.pipeline(model, mesh, microbatches=2, loss_fn=loss_fn, split=["blocks.3"])
+    return "cut"
+
+
+def test_a_group_of_checkpointed_blocks_on_two_stages_is_refused(ranks: Any) -> None:
+    assert ranks(2, cut_after_grouping, 1) == ["cut"] * 2
+    for said in ranks(2, raised, cut_after_grouping, 2):
+        assert "'blocks.2' is checkpointed together with a block of another stage" in said
+        assert "call zf.checkpoint_blocks after zf.pipeline, or with every=1" in said
 
 
 class Rows(nn.Module):

@@ -153,6 +153,21 @@ INDICES = {
 }
 
 
+def look_up_no_word(word: int) -> tuple[str, list[int]]:
+    """And the shape of what comes after it, of words."""
+    model = zf.tensor_parallel(GPT(GPTConfig(layers=1, hidden=8, heads=2, seq=4, vocab=WORDS)), tensor_mesh())
+    said = raised(model, torch.tensor([[0, word]]))
+    return said, list(model(torch.tensor([[0, WORDS - 1]])).shape)
+
+
+@pytest.mark.parametrize("word", [-1, WORDS])
+def test_a_token_that_is_no_word_raises_as_in_one_process(ranks: Any, word: int) -> None:
+    """Each rank could take it for another's, and all would look up zeros."""
+    for said, shape in ranks(2, look_up_no_word, word):
+        assert said.startswith("IndexError: index out of range")
+        assert shape == [1, 2, WORDS]
+
+
 def index_logits(index: Any) -> None:
     zf.tensor_parallel(Words(), tensor_mesh(), loss_parallel=True)(torch.tensor([[1, 2, 3]]))[index]
 

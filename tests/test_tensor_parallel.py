@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import models
 import zerofold as zf
 import zoo
 from zerofold.bench import gpt as bench
+from zerofold.parallel.known import Wish, plan_for
+from zerofold.parallel.styles import VocabularyRows
 from zerofold.train import gpt as train
 
 STEPS, SAMPLES = 10, 4
@@ -133,6 +136,16 @@ def spread(name: str, stage: int, wishes: dict[str, bool] | None = None, **setti
         zf.tensor_parallel(model, mesh, **wishes)
     zf.prepare(model, optimizer, stage=stage, mesh=mesh, **settings)
     return steps(model, optimizer, name, mesh)
+
+
+def test_as_many_distances_as_words_are_no_words() -> None:
+    """T5 has 32 distances in its bias by default, of which each rank has those of its heads."""
+    model = zoo.t5()
+    model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias = nn.Embedding(models.VOCABULARY, 2)
+    plan = plan_for(model, Wish(ranks=2))
+    (bias,) = {type(style) for name, style in plan.items() if name.endswith("relative_attention_bias")}
+    assert bias is ColwiseParallel
+    assert isinstance(plan["shared"], VocabularyRows)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

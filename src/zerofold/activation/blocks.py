@@ -317,6 +317,12 @@ class _Member:
         self.group, self.index = group, index
 
 
+def computed_again_with(block: nn.Module) -> list[nn.Module]:
+    """The group of a block that is checkpointed; none for others."""
+    member: _Member | None = vars(block).get(_ON_BLOCK)
+    return [] if member is None else member.group.modules
+
+
 def _blocks_to_take(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
     if getattr(model, _ON_MODEL, None) is not None:
         raise ValueError("checkpoint_blocks was called on this model already: call remove() on what it returned first")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofold.nested import tensors_in
+from zerofold.parallel.marks import stage_of
 
 NO_BLOCKS = "checkpoint_blocks: no repeated blocks were found in this model: name them with units="
 NO_CHAIN = (
@@ -17,15 +18,16 @@ NO_CHAIN = (
 
 
 def groups_of(blocks: Mapping[str, nn.Module], every: int) -> list[list[nn.Module]]:
-    """Neighbours in the same list, `every` at a time: those of an encoder and a decoder are not mixed.
+    """Neighbours in the same list, `every` at a time: those of an encoder and a decoder are not mixed, nor those of
+    several stages of a pipeline that a rank has.
 
     >>> blocks = {f"{part}.{index}": nn.Identity() for part in ("encoder", "decoder") for index in range(3)}
     >>> [len(group) for group in groups_of(blocks, 2)]
     [2, 1, 2, 1]
     """
-    rows: dict[str, list[nn.Module]] = {}
+    rows: dict[tuple[str, int | None], list[nn.Module]] = {}
     for name, block in blocks.items():
-        rows.setdefault(name.rpartition(".")[0], []).append(block)
+        rows.setdefault((name.rpartition(".")[0], stage_of(block)), []).append(block)
     return [row[start : start + every] for row in rows.values() for start in range(0, len(row), every)]
 
 

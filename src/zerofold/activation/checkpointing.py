@@ -8,17 +8,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zerofold.activation.chains import bytes_of, has_bytes
 from zerofold.activation.store import CheckpointStore, Place
 from zerofold.activation.wishes import check_policy
-from zerofold.nested import map_tensors
+from zerofold.nested import map_tensors, tensors_in
 from zerofold.sharded import ShardedTensor
 
 T = TypeVar("T")
+_SELECTIVE = "zerofold selective checkpoint"
 
 Policy = Callable[..., Any] | Sequence[Any]
 """As torch's selective checkpointing takes it: operators whose results are kept, or a function that decides."""
@@ -56,7 +57,8 @@ def checkpoint(
         return fn(*args, **kwargs)
     tensors: list[Tensor] = []
     run: Callable[..., Any] = _Call(fn, args, kwargs, tensors).run
-    options: dict[str, Any] = {"use_reentrant": use_reentrant}
+    # Where no input has a gradient, torch's reentrant way would leave the parameters inside without theirs.
+    options: dict[str, Any] = {"use_reentrant": use_reentrant and any(tensor.requires_grad for tensor in tensors)}
     if policy is not None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     result: T
@@ -64,7 +66,24 @@ def checkpoint(
         result = torch_checkpoint(run, *tensors, **options)
     else:
         result = _untraced()(store, run, tensors, options)
+    if policy is not None and not torch.compiler.is_compiling():
+        _note_selective(result)
     return result
+
+
+def is_selective(node: Node) -> bool:
+    """Whether a checkpoint with `policy=` ends with this node of a graph: torch computes it again once, and raises in
+    a second backward through it.
+    """
+    marks: Any = node.metadata  # a dict; torch declares a method
+    return _SELECTIVE in marks
+
+
+def _note_selective(result: Any) -> None:
+    for tensor in tensors_in(result):
+        if tensor.grad_fn is not None:
+            marks: Any = tensor.grad_fn.metadata
+            marks[_SELECTIVE] = True
 
 
 class _Call:

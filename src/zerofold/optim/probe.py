@@ -140,5 +140,7 @@ def _twin(
 
 
 def _small(value: Tensor, parameter: Tensor, *, per_element: bool) -> Tensor:
-    """A state entry for the small parameter."""
-    return torch.full_like(parameter, 0.1, dtype=value.dtype) if per_element else value.detach().clone().cpu()
+    """A state entry for the small parameter, whose dtype states of 16 bits or of float64 take as well."""
+    if not per_element:
+        return value.detach().clone().cpu()
+    return torch.full_like(parameter, 0.1, dtype=None if value.is_floating_point() else value.dtype)

@@ -68,9 +68,10 @@ def plan_for(model: nn.Module, wish: Wish) -> Plan:
             "a dict of torch's ParallelStyles by module name, for example {'up': ColwiseParallel(), 'down': "
             "RowwiseParallel()}"
         )
+    words = _vocabulary(model, wish, plan)
     if wish.sequence_parallel:
         plan.update(sequence_plan(model, plan))
-    plan.update(_vocabulary(model, wish))
+    plan.update(words)
     return plan
 
 
@@ -217,9 +218,11 @@ def _routed(name: str, module: nn.Module, wish: Wish) -> Plan:
     return {"": RoutedTokens(), "gate": CountedOnce()} if others == {"gate.weight": 2} else {}
 
 
-def _vocabulary(model: nn.Module, wish: Wish) -> Plan:
-    """Heads and the embeddings of the same words; whole where the words do not divide."""
-    embeddings = {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+def _vocabulary(model: nn.Module, wish: Wish, known: Plan) -> Plan:
+    """Heads and the embeddings of the same words; whole where the words do not divide. Not what is `known`: T5's bias
+    of as many distances as there are words.
+    """
+    embeddings = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) and n not in known}
     plan: Plan = {}
     for name, head in _heads(model):
         words = head.out_features

@@ -15,6 +15,7 @@ from zerofold.part import part_of
 
 _ATTRIBUTE = "_zerofold_tensor_ranks"
 _STAGES = "_zerofold_pipeline"
+_STAGE = "_zerofold_stage"
 
 
 class TensorSpread(NamedTuple):
@@ -62,6 +63,16 @@ class HoldsStages:
 
     def leave_on(self, model: nn.Module) -> None:
         vars(model)[_STAGES] = self
+
+
+def leave_stage(block: nn.Module, index: int) -> None:
+    vars(block)[_STAGE] = index
+
+
+def stage_of(block: nn.Module) -> int | None:
+    """Which stage of a pipeline it belongs to: a rank may have several. None where there is no pipeline."""
+    found = vars(block).get(_STAGE)
+    return found if isinstance(found, int) else None
 
 
 def pipeline_ranks(model: nn.Module) -> int:

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from torch import nn
 
+from zerofold.activation.blocks import computed_again_with
 from zerofold.parallel.anatomy import Anatomy, places_of
 from zerofold.parallel.balance import balance
+from zerofold.parallel.marks import leave_stage
 from zerofold.parallel.stand_ins import (
     BlockStandIn,
     Course,
@@ -119,10 +121,12 @@ def cut_in_place(model: nn.Module, anatomy: Anatomy, stages: tuple[Stage, ...], 
     tied = _tied(anatomy)
     _check_blocks_share_nothing(anatomy, stages)
     stage_of = [stage for stage in stages for _ in range(stage.first, stage.stop)]
+    _check_groups(anatomy, stage_of)
     blocks, before = [], []
     for index, (name, block) in enumerate(anatomy.blocks.items()):
         seat = Seat(places[block], block, BlockStandIn(name, block, index, course), stage_of[index].index)
         if stage_of[index].rank == rank:
+            leave_stage(block, seat.of_stage)
             blocks.append(seat)
         else:
             seat.take(seat.stand_in)
@@ -181,6 +185,18 @@ def _check_blocks_share_nothing(anatomy: Anatomy, stages: tuple[Stage, ...]) -> 
                     f"pipeline: '{path}' is also '{name}.{attribute}', in a block of another stage, and each would "
                     "train its own: untie them, or put both blocks into one stage with split="
                 )
+
+
+def _check_groups(anatomy: Anatomy, stage_of: Sequence[Stage]) -> None:
+    """Blocks that are computed again together must be: one stage would compute what the next has, and find that out
+    in its backward alone."""
+    stages = {block: stage.index for block, stage in zip(anatomy.blocks.values(), stage_of, strict=True)}
+    for name, block in anatomy.blocks.items():
+        if any(stages.get(other) != stages[block] for other in computed_again_with(block)):
+            raise ValueError(
+                f"pipeline: '{name}' is checkpointed together with a block of another stage: call zf.checkpoint_blocks "
+                "after zf.pipeline, or with every=1"
+            )
 
 
 def _shared(module: nn.Module, tied: tuple[Tied, ...]) -> dict[str, nn.Parameter]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.pipelining import PipelineStage
 
+from zerofold.activation.checkpointing import is_selective
 from zerofold.parallel.schedules import ScheduleKind
 from zerofold.parallel.split import Split, Stage
 from zerofold.parallel.stand_ins import Failure, Reached
@@ -79,7 +80,7 @@ class StageModule(nn.Module):
         batch = self.batches[self.number]
         course = self.split.course
         course.first, course.stop, course.was_received = self.stage.first, self.stage.stop, False
-        course.received = received[0] if received else None
+        course.received = _own(received[0]) if received else None
         self.split.seat(self.stage.index)
         try:
             output = self.model(*batch.args, **batch.kwargs)
@@ -100,11 +101,13 @@ class StageModule(nn.Module):
         """Looks in each step, since checkpoints may be switched on between two, at its first micro-batch: torch would
         fail in the backward of one rank, and the others wait for it."""
         looks = self.splits_backward and self.number == 0
-        if looks and any(node.name() == _REENTRANT for node in _graph(output.grad_fn)):
-            raise ValueError(
-                f"stage {self.stage.index} has checkpoints with use_reentrant=True, whose backward cannot be split as "
-                "schedule='zero_bubble' and 'zbv' do: pass use_reentrant=False, or use schedule='1f1b'"
-            )
+        for node in _graph(output.grad_fn) if looks else ():
+            way, fix = _unsplittable(node)
+            if way:
+                raise ValueError(
+                    f"stage {self.stage.index} has checkpoints with {way}, whose backward cannot be split as "
+                    f"schedule='zero_bubble' and 'zbv' do: {fix}, or use schedule='1f1b'"
+                )
         return output
 
     def _checked(self, stream: Tensor) -> Tensor:
@@ -135,6 +138,21 @@ class StageModule(nn.Module):
                 f"pipeline: {who} returned {what}: a scalar loss is needed; pass loss_fn=(output, target) -> loss"
             )
         return loss.reshape(()).float()
+
+
+def _own(received: Tensor) -> Tensor:
+    """What a block is given. Torch receives into the same tensors in every step, past autograd, and who knows tensors
+    by themselves would take it for the one of a step before: a checkpoint's store, after an error, for one it has.
+    To autograd it is neither a leaf nor a view, so a block may change it in place.
+    """
+    return torch.ops.aten._unsafe_view(received, received.shape)
+
+
+def _unsplittable(node: Node) -> tuple[str, str]:
+    """With what a checkpoint that ends here is made, and what to do about it; nothing where backward may be split."""
+    if node.name() == _REENTRANT:
+        return "use_reentrant=True", "pass use_reentrant=False"
+    return ("policy=", "leave it out") if is_selective(node) else ("", "")
 
 
 def _graph(root: Node | None) -> Iterator[Node]:

@@ -216,7 +216,8 @@ class VocabularyRows(ParallelStyle):
 
         def before(module: nn.Module, args: Any) -> Any:
             words = args[0] - part.start
-            elsewhere[:] = [(words < 0) | (words >= part.stop - part.start)]
+            is_word = (args[0] >= 0) & (args[0] < part.shape[0])  # what is none stays none, and the lookup says so
+            elsewhere[:] = [((words < 0) | (words >= part.stop - part.start)) & is_word]
             return (words.masked_fill(elsewhere[0], 0),)
 
         def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
