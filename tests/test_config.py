@@ -82,6 +82,7 @@ MUTATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"comment": "for two ranks"}, ['"for two ranks"', "no key of this name", "write comments as //"]),
     ({"stage": 2}, ["2", 'did you mean "zero_optimization.stage"?']),
     ({"zero_optimization.gradient_clipping": 1.0}, ["1.0", 'did you mean "gradient_clipping"?']),
+    ({"cuda_visible_devices": 0}, ["0 is given", "take it out; no name here is like it"]),
     ({"checkpoint.tag_validate": "Warn"}, ['"Warn"', 'did you mean "tag_validation"?']),
     # Wrong types.
     ({"train_batch_size": "32"}, ['"32"', "a whole number", "without quotes"]),
@@ -100,7 +101,7 @@ MUTATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"optimizer.params": [0.1]}, ["[0.1]", "a section"]),
     ({"optimizer.params.betas": 0.9}, ["0.9", "a list of 2, each a number"]),
     ({"optimizer.params.lr": "3e-5"}, ['"3e-5"', "without quotes"]),
-    ({"scheduler.params.warmup_num_steps": 2.5}, ["2.5", "a whole number, at least 1"]),
+    ({"scheduler.params.warmup_num_steps": 2.5}, ["2.5", "a whole number, at least 0"]),
     ({"steps_per_print": "often"}, ['"often"', "a whole number, at least 1; leave it out for never"]),
     # Wrong ranges.
     ({"zero_optimization.stage": 4}, ["4", "a whole number from 0 to 3"]),
@@ -138,6 +139,7 @@ MUTATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"communication_data_type": "fp16", "fp16.enabled": False}, ['"fp16"', "use bf16 or fp32"]),
     ({"data_types.param_dtype": "bf16"}, ['"bf16"', "contradicts fp16.enabled"]),
     ({"bf16.bf16_master_weights_and_grads": True}, ["true", "switch bf16.enabled on"]),
+    ({"torch_autocast.dtype": "float16", "torch_autocast.enabled": True}, ['"float16"', "fp16.enabled"]),
     ({"bf16.bf16_optimizer_states": True}, ["true", "bf16_master_weights_and_grads"]),
     ({"bfloat16": {"enabled": False}}, ["false", "an old name of bf16", "keep one"]),
     ({"zero_optimization.offload_optimizer": {"device": "nvme"}}, ["nvme_path: null", "give a folder"]),
@@ -435,7 +437,7 @@ NVME = {"device": "nvme", "nvme_path": "/disk", "pipeline_read": True, "buffer_c
         (NVME, {"device": "cpu"}, {"optimizer": "nvme", "parameters": "host", "path": "/disk"}),
         (NVME, {"device": "nvme", "nvme_path": "/b"}, {"optimizer": "nvme", "parameters": "nvme", "path": "/disk"}),
         ({}, {"device": "cpu"}, {"optimizer": "host", "parameters": "host"}),
-        ({}, {"device": "nvme", "nvme_path": "/b"}, {"optimizer": "host", "parameters": "nvme", "path": "/b"}),
+        ({}, {"device": "nvme", "nvme_path": "/b"}, {"optimizer": "nvme", "parameters": "nvme", "path": "/b"}),
     ],
 )
 def test_offload_is_what_shard_takes(optimizer: Any, parameters: Any, expected: dict[str, Any]) -> None:
@@ -455,6 +457,24 @@ def test_features_that_are_switched_off_are_no_matter() -> None:
     off |= {"data_efficiency": {"enabled": False, "data_sampling": {"enabled": True}}, "pipeline": {"stages": "auto"}}
     off |= {"amp": {"enabled": "auto", "opt_level": "auto"}, "sparse_gradients": False, "tensor_parallel": {}}
     assert "auto" not in list(_values(resolved({**BASE, **off}).resolved))
+
+
+def test_what_public_configs_write_and_older_versions_took() -> None:
+    """Seen in files of Accelerate and Axolotl, and in what older Trainers fill in."""
+    settings = resolved(
+        changed(
+            {
+                "scheduler.params.warmup_num_steps": 0,
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save": "auto",
+                "compile": {"disable": False, "backend": "inductor"},
+                "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"},
+            }
+        )
+    )
+    assert settings.gather_16bit_on_save
+    assert settings.autocast is torch.bfloat16
+    assert any(line.startswith("compile (disable false") and "engine.compile()" in line for line in settings.table())
+    assert resolved(changed({"torch_autocast": {"enabled": False, "dtype": "fp16"}})).autocast is None
 
 
 def test_sizes_that_trl_writes_beside_their_section() -> None:

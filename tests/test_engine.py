@@ -190,6 +190,31 @@ def non_scalar(stage: int) -> tuple[float, str]:
     return difference, message
 
 
+def autocast_of_the_config(stage: int) -> tuple[float, str]:
+    engine = engine_on(make_model(), stage, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    wrapped = DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LR)
+    kinds: list[torch.dtype] = []
+    hook = engine.module.head.register_forward_hook(lambda module, inputs, output: kinds.append(output.dtype))
+    for batch in batches(3):
+        engine.backward(engine(*batch))
+        engine.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = wrapped(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hook.remove()
+    difference = largest_difference(whole(engine), [p.detach() for p in wrapped.module.parameters()])
+    engine.destroy()
+    return difference, str(kinds[-1])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_autocast_of_the_config(ranks: Any, stage: int) -> None:
+    assert ranks(2, autocast_of_the_config, stage) == [(0.0, "torch.bfloat16")] * 2
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_outputs_of_any_shape_can_be_given_gradients(ranks: Any, stage: int) -> None:
     for difference, message in ranks(2, non_scalar, stage):

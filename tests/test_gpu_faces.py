@@ -220,6 +220,7 @@ print("fell", losses[-1] < losses[0] - 1, "resumed", max(abs(a - b) for a, b in 
 def test_the_trainer_on_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINER)
     command = [sys.executable, "-m", "zerofold", "launch", "--num_gpus", "1", "--as-deepspeed", "train.py", "out"]
+    command.insert(-2, "--no_local_rank")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

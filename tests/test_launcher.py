@@ -391,10 +391,14 @@ def test_slurm_tells_the_hosts_and_starts_the_agents(tmp_path: Path, monkeypatch
 
 
 def test_the_stand_in_is_what_the_ranks_import_as_deepspeed(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("import deepspeed; print(deepspeed.__file__)")
-    code, output, errors = launch("--num_gpus", "1", "--as-deepspeed", "job.py", cwd=tmp_path)
+    (tmp_path / "job.py").write_text("import deepspeed, sys; print(deepspeed.__file__, sys.argv[1:])")
+    code, output, errors = launch("--num_gpus", "1", "--as-deepspeed", "job.py", "--lr", "1", cwd=tmp_path)
     assert code == 0, errors
     assert "zerofold" in output
+    assert "['--local_rank=0', '--lr', '1']" in output  # scripts of DeepSpeed's launcher count on it
+    code, output, errors = launch("--num_gpus", "1", "--as-deepspeed", "--no_local_rank", "job.py", cwd=tmp_path)
+    assert code == 0, errors
+    assert " []" in output
 
 
 @pytest.fixture

@@ -46,6 +46,8 @@ def announce(settings: Settings, passed: torch.optim.Optimizer | None = None, *,
         return
     lines = settings.table()
     left = [] if has_engine else [name for name in _OF_THE_ENGINE if settings.resolved.get(name)]
+    if not has_engine and settings.autocast is not None:
+        left.append("torch_autocast")
     if left:
         lines.append(f"{', '.join(left)}: only the engine of zf.initialize does this; nothing comes of it here")
     if settings.dump_state:

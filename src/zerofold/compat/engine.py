@@ -12,7 +12,7 @@ Everything below is zf.shard and zf.attach. The model in `engine.module` is the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -78,9 +78,14 @@ class DeepSpeedEngine(Queries, Checkpoints, ParksStates, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._reporter.before_forward()
-        outputs = self.module(*inputs, **kwargs)
+        with self._autocast():
+            outputs = self.module(*inputs, **kwargs)
         self._reporter.after_forward()
         return outputs
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.settings.autocast
+        return nullcontext() if dtype is None else torch.autocast(self.settings.device_type, dtype)
 
     def scale(self, loss: Tensor) -> Tensor:
         """For `engine.scale(loss).backward()`. Gradients are scaled where they enter the model, so the loss stays as it

@@ -211,7 +211,7 @@ def make_scheduler(name: str, params: Mapping[str, Any] | None, optimizer: torch
 
 def _warmup(steps: int, kind: str) -> tuple[int, Callable[[int], float]]:
     """How many steps, at least 2, and the part of the way that is done after each."""
-    steps = max(2, positive(steps, "warmup_num_steps"))
+    steps = max(2, positive(steps or 1, "warmup_num_steps"))  # 0 is what older Trainers write for no warmup
     if kind == "log":
         unit = 1.0 / math.log(steps)
         return steps, lambda iteration: unit * math.log(iteration + 1)

@@ -36,7 +36,7 @@ class Param(NamedTuple):
 
 _RATE = either(number(0.0), list_of(number(0.0)))
 _WARMUP = {
-    "warmup_num_steps": Param(whole(1), 1000),
+    "warmup_num_steps": Param(whole(0), 1000),
     "warmup_type": Param(choice("log", "linear"), "log"),
     "last_batch_iteration": Param(whole(-1), -1),
 }

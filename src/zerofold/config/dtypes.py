@@ -13,6 +13,8 @@ from zerofold.placement import row
 from zerofold.precision import Precision
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_BFLOAT16 = ("bf16", "bfloat16", "torch.bfloat16")
+_AUTOCAST = "torch_autocast.dtype"
 _FP16, _BF16 = "fp16.enabled", "bf16.enabled"
 _MASTER, _MOMENTS = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
 _SENT, _SUMMED = "communication_data_type", "data_types.grad_accum_dtype"
@@ -50,6 +52,15 @@ def resolve_precision(
         moments=torch.bfloat16 if has_bf16_states and checked[_MOMENTS] else torch.float32,
         loss_scale=_loss_scale(checked) if compute is torch.float16 else None,
     )
+
+
+def resolve_autocast(checked: Checked) -> torch.dtype | None:
+    if not checked["torch_autocast.enabled"]:
+        return None
+    if checked[_AUTOCAST] not in _BFLOAT16:
+        fix = 'make it "bfloat16", or switch torch_autocast off and fp16.enabled on'
+        raise wrong(_AUTOCAST, checked[_AUTOCAST], fix, why="needs a loss scale, which autocast has not")
+    return torch.bfloat16
 
 
 def _settle_autos(checked: Checked, device: torch.device, model: nn.Module | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _LONGEST_VALUE = 80
+_MOST_NAMES = 24  # that a message lists
 
 
 class ConfigError(ValueError):
@@ -53,6 +54,8 @@ def unknown(
         fix = "take it out, and write comments as // to the end of a line"
     elif meant:
         fix = f'did you mean "{meant}"?'
+    elif len(names) > _MOST_NAMES:
+        fix = "take it out; no name here is like it"
     else:
         fix = f"there are: {', '.join(names)}"
     return wrong(path, value, fix, why=f"is given, but there is no {what} of this name here")

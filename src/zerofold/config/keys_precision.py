@@ -55,8 +55,15 @@ PRECISION: dict[str, Spec] = {
     "seq_parallel_communication_data_type": refused(
         "parts of sequences travel in the dtype of the activations; leave the key out"
     ),
-    "torch_autocast": refused_section(
-        "zerofold keeps 16-bit parameters and fp32 masters; use bf16.enabled, or torch.autocast around the forward"
+    "torch_autocast": Section(
+        {
+            "enabled": honoured(FLAG, False),
+            "dtype": honoured(
+                choice("bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "torch.float16"), "bfloat16"
+            ),
+            "lower_precision_safe_modules": mapped(list_of(TEXT), "parameters are gathered in their own dtype"),
+        },
+        example='{"enabled": true, "dtype": "bfloat16"}',
     ),
     "amp": refused_section("Apex is not supported; use bf16.enabled or fp16.enabled"),
 }

@@ -21,6 +21,7 @@ _TENSOR_PARALLEL = "give zf.initialize(mpu=zf.mesh(tensor=...)) instead, which s
 _PIPELINE = "zf.pipeline with zf.prepare(mesh=zf.mesh(pipeline=...)) has stages; the engine of zf.initialize has not"
 _EXPERTS = "expert parallelism is still to come; experts are sharded like all parameters"
 _DEEPCOMPILE = "part of DeepCompile, which is off"
+_COMPILE = "from before DeepSpeed 0.15 and not done by a config since: call engine.compile()"
 _DEEPCOMPILE_FLAGS = (
     "autoep_non_moe",
     "debug_log",
@@ -158,6 +159,10 @@ MACHINE: dict[str, Spec] = {
             "passes": refused("part of DeepCompile; torch.compile each block instead"),
             **dict.fromkeys(_DEEPCOMPILE_FLAGS, mapped(FLAG, _DEEPCOMPILE)),
             "free_activation_threshold": mapped(whole(0), _DEEPCOMPILE),
+            "enabled": mapped(FLAG, _COMPILE, False, silent=(False,)),
+            "disable": mapped(FLAG, _COMPILE, True, silent=(True,)),
+            "backend": mapped(TEXT, _COMPILE),
+            "kwargs": mapped(MAPPING, _COMPILE, silent=({},)),
         },
         example='{"deepcompile": false}',
     ),

@@ -82,7 +82,7 @@ ZERO = Section(
         "mics_shard_size": honoured(whole(-1), -1),
         "mics_hierarchical_params_gather": mapped(FLAG, "parameters are gathered inside the group", False),
         # Saving.
-        "stage3_gather_16bit_weights_on_model_save": honoured(FLAG, False),
+        "stage3_gather_16bit_weights_on_model_save": honoured(FLAG, False, auto=True),
         "gather_16bit_weights_on_model_save": Old(_GATHER_ON_SAVE, FLAG),
         "stage3_gather_fp16_weights_on_model_save": Old(_GATHER_ON_SAVE, FLAG),
         # How stage 3 gathers and releases.

@@ -13,7 +13,7 @@ from torch import nn
 from zerofold.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from zerofold.config.checking import Checked, check
 from zerofold.config.components import resolve_optimizer, resolve_scheduler
-from zerofold.config.dtypes import resolve_precision
+from zerofold.config.dtypes import resolve_autocast, resolve_precision
 from zerofold.config.errors import ConfigError, wrong
 from zerofold.config.keys import Note, Old, Section
 from zerofold.config.keys_training import TABLE
@@ -29,6 +29,7 @@ from zerofold.config.stages import resolve_buffer_bytes, resolve_offload, resolv
 
 _CLIP = "gradient_clipping"
 _USUAL_CLIP = 1.0
+_GATHER_ON_SAVE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 _OLD_SECTIONS = {"bfloat16": "bf16"}
 
 
@@ -63,12 +64,15 @@ def resolve(
     precision = resolve_precision(checked, device=device, model=model, optimizer=optimizer)
     buffer_bytes = resolve_buffer_bytes(checked, model)
     clip = _resolve_clip(checked)
+    if checked.is_auto(_GATHER_ON_SAVE):
+        checked.settle(_GATHER_ON_SAVE, True, "whole weights are written when they are asked for")
     _settle_the_rest(checked)
     overlap = checked["zero_optimization.overlap_comm"]
     return Settings(
         stage=placed.stage,
         group=placed.group,
         precision=precision,
+        autocast=resolve_autocast(checked),
         train_batch=numbers.train,
         micro_batch=numbers.micro,
         accumulate=numbers.accumulate,
@@ -80,7 +84,7 @@ def resolve(
         buffer_bytes=buffer_bytes,
         overlap=True if overlap is None else overlap,
         activation_checkpointing=checked.section("activation_checkpointing"),
-        gather_16bit_on_save=checked["zero_optimization.stage3_gather_16bit_weights_on_model_save"],
+        gather_16bit_on_save=checked[_GATHER_ON_SAVE],
         tag_validation=checked["checkpoint.tag_validation"],
         dataloader_drop_last=checked["dataloader_drop_last"],
         monitors=_monitors(checked),

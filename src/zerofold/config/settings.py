@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from zerofold.config.batch import TRAIN, Batch
 from zerofold.config.errors import shown
 from zerofold.config.keys import Note
@@ -74,6 +76,8 @@ class Settings:
     group: int | None
     """Ranks in a group, for hpz and hsdp."""
     precision: Precision | None
+    autocast: torch.dtype | None
+    """Of torch.autocast around the engine's forward; None for none."""
     train_batch: int
     micro_batch: int
     accumulate: int

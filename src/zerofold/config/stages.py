@@ -69,7 +69,7 @@ def resolve_offload(checked: Checked) -> dict[str, Any]:
     elif _RATIO in checked.given and ratio < 1:
         raise wrong(_RATIO, ratio, "set the device to cpu, or leave the ratio out", why="is a part for the host")
     if "optimizer" not in found:
-        found["optimizer"] = "host"
+        found["optimizer"] = found["parameters"]
         checked.map(f"{_ZERO}.offload_param.device", "the optimizer's states, which parameters are made from, go along")
     if paths:
         found["path"] = next(iter(paths.values()))

@@ -125,12 +125,14 @@ def launch_command(
         bool, typer.Option("--as-deepspeed", help="zerofold stands in for the module name deepspeed in the ranks.")
     ] = False,
     local_rank_arg: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--local-rank-arg/--no_local_rank",
-            help="Add --local_rank=N to the script's arguments, as DeepSpeed does; LOCAL_RANK is always set.",
+            help="Add --local_rank=N to the script's arguments, as DeepSpeed does; by default with --as-deepspeed. "
+            "LOCAL_RANK is always set.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", help="Start all ranks again so often when one fails.")
     ] = 0,
@@ -174,7 +176,7 @@ def launch_command(
             kind=_kind(script, module=module, no_python=no_python),
             target=script,
             arguments=arguments or [],
-            local_rank_argument=local_rank_arg,
+            local_rank_argument=as_deepspeed if local_rank_arg is None else local_rank_arg,
             bind=bind_cores or bind_core_list is not None,
             cores=_numbers("--bind_core_list", bind_core_list or ""),
             as_deepspeed=as_deepspeed,

@@ -13,7 +13,7 @@ from zerofold.compat.deepspeed import accelerator, checkpoint, comm, constants, 
 from zerofold.compat.deepspeed.accelerator import get_accelerator
 from zerofold.compat.deepspeed.comm import init_distributed
 from zerofold.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, __version__
-from zerofold.compat.deepspeed.refusals import missing
+from zerofold.compat.deepspeed.refusals import DEFERRED_CLASSES, absent, missing
 from zerofold.compat.deepspeed.runtime import zero
 from zerofold.compat.deepspeed.runtime.activation_checkpointing import checkpointing
 from zerofold.compat.deepspeed.runtime.config import DeepSpeedConfigError
@@ -52,4 +52,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in DEFERRED_CLASSES:
+        return absent(__name__, name)
     raise missing(__name__, name)

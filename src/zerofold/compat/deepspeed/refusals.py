@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 PACKAGE = "zerofold.compat.deepspeed"
 
 _TENSOR = "give initialize(mpu=zf.mesh(tensor=...)), or zf.tensor_parallel a plan"
@@ -39,8 +41,48 @@ _REASONS = {
     "ops.sparse_attention": _KERNELS,
     "ops.aio": "offload_optimizer and offload_param with device nvme read and write the disk without it",
     "ops.lamb": "LAMB needs whole tensors and zerofold has none; take AdamW or Lion",
+    "runtime.data_pipeline": "order and choose samples in the data loader; the model decides which tokens a layer sees",
     "DeepSpeedConfig": "initialize reads and checks the config itself; `zerofold.config` is where it does",
 }
+
+# Features that scripts import at their head and use only if an option says so. Their names can be imported, and what
+# they name raises as soon as it is used. Of the others an ImportError is what scripts with a fallback wait for.
+DEFERRED = (
+    *("moe", "compression", "pipe", "runtime.pipe", "sequence", "runtime.sequence_parallel"),
+    *("runtime.data_pipeline", "ops.sparse_attention"),
+)
+DEFERRED_CLASSES = ("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig", "PipelineModule", "PipelineEngine")
+
+
+def is_deferred(inner: str) -> bool:
+    """Whether `deepspeed.<inner>` belongs to a feature whose refusal waits until it is used.
+
+    >>> is_deferred("moe.layer"), is_deferred("ops.op_builder")
+    (True, False)
+    """
+    return any(inner == name or inner.startswith(f"{name}.") for name in DEFERRED)
+
+
+class Absent(type):
+    """The class of classes that stand for what is missing: for annotations, bases, and isinstance, which is false."""
+
+    missing: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(does_not_have(cls.missing))
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(does_not_have(f"{cls.missing}.{name}"), name=name)
+
+
+def absent(module: str, name: str) -> Any:
+    """A class or a function that raises, in one line, when it is called.
+
+    >>> absent("deepspeed.moe.layer", "MoE")(hidden_size=8)
+    Traceback (most recent call last):
+    NotImplementedError: deepspeed.moe.layer.MoE: the zerofold stand-in does not have it (expert parallelism is still to come; experts in the model itself train at every stage)
+    """  # noqa: E501 (one line is the point)
+    return Absent(name, (), {"__module__": module, "missing": f"{module}.{name}"})
 
 
 def does_not_have(name: str) -> str:

@@ -17,8 +17,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from zerofold.compat.deepspeed.refusals import PACKAGE, does_not_have
+from zerofold.compat.deepspeed.refusals import PACKAGE, absent, does_not_have, is_deferred, missing
 
 NAME = "deepspeed"
 
@@ -83,9 +84,23 @@ class StandInFinder(MetaPathFinder):
             assert found is not None  # a missing one was refused below
             return ModuleSpec(fullname, _SameModule(real), is_package=found.submodule_search_locations is not None)
         if fullname.startswith(f"{PACKAGE}.") and PathFinder.find_spec(fullname, path) is None:
+            if is_deferred(fullname.removeprefix(f"{PACKAGE}.")):
+                return ModuleSpec(fullname, _AbsentModule(), is_package=True)
             # Under the short name: `from deepspeed import x` lets an error pass only for a name it has not tried.
             raise ModuleNotFoundError(does_not_have(fullname), name=NAME + fullname.removeprefix(PACKAGE))
         return None
+
+
+class _AbsentModule(Loader):
+    """A module of a feature that is missing: whatever is asked of it can be named, and raises when it is used."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        def name_it(name: str) -> Any:
+            if name.startswith("__"):
+                raise missing(module.__name__, name)
+            return absent(module.__name__, name)
+
+        vars(module)["__getattr__"] = name_it
 
 
 class _SameModule(Loader):
