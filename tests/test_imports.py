@@ -106,6 +106,7 @@ ROOMS = [
     "fsdp",
     "plan.tracing",
     "plan.users",
+    "plan.examples",
     "plan.sources",
     "plan.measure",
     "plan.trial",

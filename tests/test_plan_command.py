@@ -287,7 +287,8 @@ def test_a_config_that_cannot_be_used(tmp_path: Path) -> None:
         ('{"model_type": "nobody"}', "cannot be built"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "model_type 'llama' cannot be built"),
         ('{"model_type": "cohere2", "num_hidden_layers": 2, "layer_types": ["full_attention"]}', "must be equal to"),
-        ('{"model_type": "whisper"}', "--function module:function"),
+        ('{"model_type": "llava"}', "--function module:function"),
+        ('{"model_type": "dpr", "projection_dim": 8}', "--function module:function"),
     ):
         file.write_text(text)
         result = invoke("--model", str(file))

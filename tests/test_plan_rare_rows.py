@@ -33,6 +33,7 @@ class Case(NamedTuple):
     mesh: tuple[int, int] | None = None
     kind: str = "gpt"
     settings: Mapping[str, Any] = {}
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 
 
 class Compared(NamedTuple):
@@ -45,7 +46,7 @@ class Compared(NamedTuple):
 def compare(case: Case) -> Compared:
     model = MODELS[case.kind]()
     mesh = None if case.mesh is None else init_device_mesh("cpu", case.mesh)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     settings = dict(case.settings)
     zf.prepare(model, optimizer, stage=case.stage, precision=case.precision, mesh=mesh, **settings)
     engine, accumulate = Engine.of(model), settings.get("accumulate", 1)
@@ -96,6 +97,23 @@ def test_two_ranks(ranks: Any) -> None:
         Case("0", BF16_MASTER, settings={"accumulate": 3, "contiguous_gradients": True}),
         Case("3", zf.Precision(parameters=BF16, reduction=BF16)),
     ]
+    check(ranks, 2, cases)
+
+
+def test_every_optimizer_keeps_what_it_keeps(ranks: Any) -> None:
+    """None to three numbers an element, and none to two for a parameter."""
+    optim = torch.optim
+    made = [
+        optim.SGD,
+        partial(optim.SGD, momentum=0.9),
+        optim.RMSprop,
+        partial(optim.RMSprop, momentum=0.9, centered=True),
+        optim.Adagrad,
+        optim.NAdam,
+        partial(optim.AdamW, amsgrad=True),
+        zf.Lion,
+    ]
+    cases = [Case(stage, optimizer=each) for stage, each in zip("01231233", made, strict=True)]
     check(ranks, 2, cases)
 
 

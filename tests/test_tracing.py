@@ -223,6 +223,33 @@ def test_fused_attention_keeps_no_scores_on_cuda(masked: bool, precision: str) -
     assert kept(2048) == pytest.approx(2 * kept(1024), rel=0.01)  # the scores of one sample would be four times
 
 
+class OneHeadOfKeys(nn.Module):
+    """All heads of queries share one of keys, which no fused kernel does unless it is told."""
+
+    def __init__(self, is_told: bool) -> None:
+        super().__init__()
+        self.layer, self.is_told = nn.Linear(64, 64), is_told
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.layer(x).unflatten(2, (4, 16)).transpose(1, 2)
+        keys = queries[:, :1]
+        return F.scaled_dot_product_attention(queries, keys, keys, is_causal=True, enable_gqa=self.is_told).sum()
+
+
+def test_one_head_of_keys_for_all_keeps_scores_unless_it_is_told() -> None:
+    inputs = torch.ones(2, 128, 64)
+    shape = trace(OneHeadOfKeys(False), inputs, device_like="cpu", precision="fp32", checkpoint_every=[0])
+    real = peak_of_step(OneHeadOfKeys(False), lambda: (inputs.clone(),))
+    assert peak(shape.activity(0), 2) == pytest.approx(real, rel=TOLERANCE)
+
+    def kept(length: int, is_told: bool) -> float:
+        shape = trace(OneHeadOfKeys(is_told), torch.ones(1, length, 64), checkpoint_every=[0])
+        return max(moment.alive.each for moment in shape.activity(0).moments)
+
+    for is_told, times in ((False, 4), (True, 2)):
+        assert kept(4096, is_told) / kept(2048, is_told) == pytest.approx(times, rel=0.1)
+
+
 def test_dropout_keeps_one_byte_an_element_on_cuda() -> None:
     def kept(dropout: float) -> float:
         shape = trace(Attending(dropout=dropout), torch.ones(1, 1024, 64), checkpoint_every=[0])

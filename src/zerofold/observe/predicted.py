@@ -10,10 +10,11 @@ import torch
 from zerofold.engine import Engine
 from zerofold.gradient_arena import filled_by
 from zerofold.observe.recording import Recording
+from zerofold.optim.probe import Keeps
+from zerofold.optim.probe import keeps as keeps_of
 from zerofold.parallel.marks import loss_ranks, sequence_ranks
 from zerofold.placement import Cut, Tier
 from zerofold.plan.comparison import Parameter, predicted_for, shape_of
-from zerofold.plan.held import STEP_BYTES
 from zerofold.plan.machine import Machine
 from zerofold.plan.memory import memory
 from zerofold.plan.point import Point, Traffic
@@ -80,13 +81,15 @@ def predictions(
     # A pipeline adds up all of its micro-batches. A block of gradients was made for what `accumulate=` has said.
     pipe = None if point.contiguous_gradients else engine.pipeline
     backwards = point.accumulate if pipe is None else pipe.microbatches
+    keeps = _keeps(engine)
     held = predicted_for(
         units,
         row=engine.row,
         ranks=engine.groups.control.size,
         group=point.group,
         precision=engine.precision,
-        moments=_moments(engine),
+        moments=keeps.numbers,
+        counters=keeps.nbytes,
         accumulate=backwards,
         tiers=tiers or None,
         live_bytes=point.live_bytes,
@@ -98,7 +101,8 @@ def predictions(
     )
     on_device = measured["tier_bytes"][Tier.DEVICE.value]
     # Local sums are gone when the optimizer steps; without them that is the moment with none on their way.
-    widths = Widths.of(engine.precision, moments=_moments(engine)).beside(is_offloaded=bool(tiers))
+    widths = Widths.of(engine.precision, moments=keeps.numbers, counters=keeps.nbytes)
+    widths = widths.beside(is_offloaded=bool(tiers))
     has_sums = keeps_sums(
         engine.row,
         widths,
@@ -143,7 +147,7 @@ def predictions(
         widths=widths,
     )
     activations = {} if workload is None else _activations(engine, point, workload)
-    counters = STEP_BYTES * sum(parameter.is_trained for some in units.values() for parameter in some)
+    counters = keeps.nbytes * sum(parameter.is_trained for some in units.values() for parameter in some)
     lines = [line for line in found if _says_something(line, counters)]
     return Predicted(lines, {**_of_this_rank(engine, sent), **activations})
 
@@ -240,7 +244,12 @@ def _group(engine: Engine) -> int:
     return int(mesh.mesh.shape[-1]) if mesh is not None and mesh.ndim == 2 else 0
 
 
-def _moments(engine: Engine) -> float:
-    """Numbers that the optimizer keeps for each parameter."""
-    settings = engine.optimizers[0].defaults if engine.optimizers else {}
-    return 2.0 if "betas" in settings else float(bool(settings.get("momentum")))
+def _keeps(engine: Engine) -> Keeps:
+    """Of several optimizers, what the one with the most elements keeps."""
+    if not engine.optimizers:
+        return Keeps(0, 0)
+
+    def elements(optimizer: torch.optim.Optimizer) -> int:
+        return sum(face.numel() for group in optimizer.param_groups for face in group["params"])
+
+    return keeps_of(max(engine.optimizers, key=elements))

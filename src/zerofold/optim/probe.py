@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +84,30 @@ def scalar_names(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """
     found = _states_of_a_step(optimizer)
     return frozenset(key for key, value in found.items() if not isinstance(value, Tensor) or value.dim() == 0)
+
+
+class Keeps(NamedTuple):
+    """What an optimizer keeps of a parameter."""
+
+    numbers: int
+    """For each element."""
+    nbytes: int
+    """Besides, whatever its size."""
+
+
+def keeps(optimizer: torch.optim.Optimizer) -> Keeps:
+    """Found by a step; as AdamW has it where that cannot be taken.
+
+    >>> weight = [torch.nn.Parameter(torch.ones(4, 4))]
+    >>> keeps(torch.optim.SGD(weight)), keeps(torch.optim.NAdam(weight)), keeps(torch.optim.AdamW(weight, amsgrad=True))
+    (Keeps(numbers=0, nbytes=0), Keeps(numbers=2, nbytes=8), Keeps(numbers=3, nbytes=4))
+    """
+    try:
+        found = [value for value in _states_of_a_step(optimizer).values() if isinstance(value, Tensor)]
+    except Exception:  # the optimizer is the user's: anything may come out of it
+        return Keeps(2, 4)
+    scalars = [value for value in found if value.dim() == 0]
+    return Keeps(len(found) - len(scalars), sum(value.nbytes for value in scalars))
 
 
 def _states_of_a_step(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from zerofold.plan.result import Plan, Searched
 from zerofold.plan.search import search
 from zerofold.plan.shape import Launching, ModelShape
 from zerofold.plan.sources import build_function, build_hugging_face
-from zerofold.plan.transformer import GPTNumbers
+from zerofold.plan.transformer import paper_of
 from zerofold.plan.trial import try_here
 
 STAGES = ("0", "1", "2", "3", "dp", "hsdp", "hpz")
@@ -210,10 +210,14 @@ def _try_here(
 def _paper(shape: ModelShape, point: Point) -> dict[str, float]:
     if not (shape.layers and shape.hidden and shape.heads):
         return {}
-    size = GPTNumbers(
-        layers=shape.layers, hidden=shape.hidden, heads=shape.heads, vocab=shape.vocab or 1, seq=shape.tokens
+    found = paper_of(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        seq=shape.tokens,
+        samples=point.micro_batch,
+        checkpoint_every=point.checkpoint_every,
     )
-    found = size.paper(point.micro_batch, point.checkpoint_every)
     return {
         "parameters": found.parameters,
         "activation_checkpoints_bytes": found.activation_checkpoints,

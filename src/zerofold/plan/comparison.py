@@ -61,6 +61,7 @@ def predicted_for(
     group: int = 0,
     precision: str | Precision | None = None,
     moments: float = 2.0,
+    counters: int = 4,
     accumulate: int = 1,
     tiers: Mapping[str, Tiers] | None = None,
     live_bytes: int | None = None,
@@ -73,7 +74,8 @@ def predicted_for(
     """For a model as the engine has it: every line but activations, of which it knows nothing.
 
     `group`: ranks inside one, where the mesh has two axes. `moments`: numbers that the optimizer keeps for each
-    parameter. `tiers`: of the units that are offloaded. `pipeline`: its stages, of which the units are one rank's.
+    parameter; `counters`: bytes for each tensor besides. `tiers`: of the units that are offloaded. `pipeline`: its
+    stages, of which the units are one rank's.
 
     >>> from zerofold.placement import row
     >>> found = predicted_for({"": [], "block": [Parameter(4096, True)]}, row=row(3), ranks=4, precision="bf16")
@@ -105,7 +107,7 @@ def predicted_for(
         buffer_bytes=buffer_bytes,
         contiguous_gradients=contiguous_gradients,
     )
-    widths = Widths.of(precision, moments=moments)
+    widths = Widths.of(precision, moments=moments, counters=counters)
     return memory(shape_of(units, built_bytes=built_bytes), machine, point, widths=widths, tiers=tiers)
 
 

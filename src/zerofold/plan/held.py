@@ -18,8 +18,6 @@ from zerofold.plan.states import StateBytes, Widths, cut_over, keeps_sums, kept
 
 UPDATE_RING = 17 * 2**26
 """Bytes of the device: four chunks of 2**24 parameters on their way through it, where their states live elsewhere."""
-STEP_BYTES = 4
-"""Of the number of steps that an optimizer keeps for each parameter."""
 _AWAY = Tiers(Tier.HOST, Tier.HOST, Tier.HOST)
 ARENA_ALIGNMENT = 512
 """Bytes: where a slab's gradients begin in the block of `contiguous_gradients`, as CUDA's allocator starts its own."""
@@ -83,6 +81,8 @@ class HeldUnit:
     """On the device, where none of them is offloaded: what the ledger shows between backward and the step."""
     has_master: bool
     size: UnitSize
+    counters: int
+    """Of them, what stays on the device where the states are elsewhere."""
     arena: int = 0
     """Of the gradients: their room in one block, where they have one."""
 
@@ -191,7 +191,7 @@ def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_byt
                 arena += math.trunc(mean + sums)
             gradients += mean + sums
             master = widths.master if widths.has_master else 0
-            optimizer += widths.moments * slab.owned + master * slab.shard + STEP_BYTES * slab.tensors
+            optimizer += widths.moments * slab.owned + master * slab.shard + widths.counters * slab.tensors
     size = unit_size(
         unit.name,
         slabs,
@@ -201,7 +201,9 @@ def _hold(unit: UnitShape, ranks: Ranks, widths: Widths, point: Point, built_byt
         accumulate=point.accumulate,
         copies=ranks.group if copies else 0,
     )
-    return HeldUnit(unit, tuple(slabs), StateBytes(parameters, gradients, optimizer), widths.has_master, size, arena)
+    counters = widths.counters * sum(slab.tensors for slab in slabs if slab.is_trained)
+    states = StateBytes(parameters, gradients, optimizer)
+    return HeldUnit(unit, tuple(slabs), states, widths.has_master, size, counters, arena)
 
 
 def gathered_at_once(

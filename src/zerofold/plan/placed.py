@@ -11,7 +11,7 @@ from zerofold.offload.plan import try_place
 from zerofold.offload.sizes import ByTier, bytes_of
 from zerofold.offload.wishes import AUTO, Offload
 from zerofold.placement import Tier, Tiers
-from zerofold.plan.held import STEP_BYTES, HeldUnit, Ranks
+from zerofold.plan.held import HeldUnit, Ranks
 from zerofold.plan.machine import Machine
 from zerofold.plan.point import Point
 
@@ -73,8 +73,7 @@ def by_tier(
             for tier, states in bytes_of(unit.size, tiers).items():
                 for state, number in states.items():
                     found[tier][state] += number * times
-            counters = STEP_BYTES * sum(slab.tensors for slab in unit.slabs if slab.is_trained)
-            found[Tier.DEVICE]["optimizer"] += counters * times  # of steps: they stay where the optimizer is
+            found[Tier.DEVICE]["optimizer"] += unit.counters * times  # of steps: they stay where the optimizer is
     return Tiered(found, placed)
 
 

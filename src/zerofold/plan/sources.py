@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +17,12 @@ from torch import Tensor, nn
 
 from zerofold.activation.chains import NO_BLOCKS, NO_CHAIN
 from zerofold.plan.comparison import Parameter, shape_of
+from zerofold.plan.examples import Example, UnknownInputsError, example_for
 from zerofold.plan.shape import ModelShape
 from zerofold.plan.tracing import trace
 from zerofold.plan.users import call_of, find_function
 from zerofold.units import assign, find_units
 
-Inputs = dict[str, Tensor]
-Example = Callable[[int], Inputs]
-"""The keyword arguments of a forward of so many samples that returns a loss, on the meta device."""
-
-_LONGEST = 2048
 _WANTED = (
     "return the model, or the model and its example: a function of the batch size that returns forward's arguments by "
     'name, such as lambda batch: {"tokens": torch.zeros(batch, 128, dtype=torch.long)}'
@@ -38,6 +34,8 @@ _HEADS = (
     "AutoModelForMaskedLM",
     "AutoModelForSequenceClassification",
 )
+
+_SKIPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 _NO_CHECKPOINTS = {
     NO_BLOCKS: "no repeated blocks were found in this model, so none is computed again in backward; give "
@@ -53,6 +51,8 @@ class Traced(NamedTuple):
     model: nn.Module
     example: Example | None
     tokens: int
+    is_guessed: bool = False
+    """The example was made here, for a model that a function returned alone."""
 
 
 def from_hugging_face(
@@ -130,40 +130,13 @@ def build(config: Any, seq: int | None = None) -> Traced:
             f"model_type {config.model_type!r} has no class with a loss that is known here; give it as "
             "--function module:function"
         )
+    for name in _SKIPS:  # whole blocks at random, now these and now those: the most is when none is
+        if getattr(config, name, None):
+            setattr(config, name, 0.0)
     with torch.device("meta"):
         model = make(config).train()
-    example, tokens = example_for(config, seq)
+    example, tokens = example_for(model, seq)
     return Traced(model, example, tokens)
-
-
-def example_for(config: Any, seq: int | None = None) -> tuple[Example, int]:
-    """What a Hugging Face model is fed so that it returns a loss, and the tokens or patches of a sample.
-
-    >>> from transformers import ViTConfig
-    >>> example, tokens = example_for(ViTConfig(image_size=32, patch_size=8))
-    >>> {name: tuple(tensor.shape) for name, tensor in example(3).items()}, tokens
-    ({'pixel_values': (3, 3, 32, 32), 'labels': (3,)}, 17)
-    """
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
-        size, patch = config.image_size, getattr(config, "patch_size", 16)
-        return lambda batch: {
-            "pixel_values": torch.empty(batch, config.num_channels, size, size, device="meta"),
-            "labels": torch.zeros(batch, dtype=torch.long, device="meta"),
-        }, (size // patch) ** 2 + 1
-    is_text = bool(getattr(config, "vocab_size", None)) and not hasattr(config, "num_mel_bins")
-    if not is_text or getattr(config, "vision_config", None) is not None:
-        raise ValueError(
-            f"model_type {config.model_type!r} takes inputs that are not known here; give it as --function "
-            "module:function, which returns the model and a function from a batch size to the inputs of a forward"
-        )
-    if seq is not None and longest and seq > longest:
-        raise ValueError(f"--seq {seq} is longer than the {longest} positions of model_type {config.model_type!r}")
-    length = seq or min(_LONGEST, longest or _LONGEST)
-    names = ["input_ids", "labels"]
-    if getattr(config, "is_encoder_decoder", False):
-        names.append("decoder_input_ids")  # else made from the labels, by a token that not every config names
-    return lambda batch: {name: torch.zeros(batch, length, dtype=torch.long, device="meta") for name in names}, length
 
 
 def from_function(
@@ -184,29 +157,22 @@ def build_function(name: str, seq: int | None = None) -> Traced:
         raise ValueError(f"--function {name} returned a {type(model).__name__}; {_WANTED}")
     if example is not None and not callable(example):
         raise ValueError(f"--function {name}: the example is a {type(example).__name__}; {_WANTED}")
-    tokens = seq or 1
-    config = getattr(model, "config", None)
-    if example is None and hasattr(config, "model_type"):
-        example, tokens = example_for(config, seq)
-    elif example is not None:
-        example = call_of("--function", name, example, "the example")
-        inputs = example(1)
-        if not isinstance(inputs, dict):
-            raise ValueError(f"--function {name}: the example returned a {type(inputs).__name__}; {_WANTED}")
-    if seq is None and example is not None and not hasattr(config, "model_type"):
-        sizes = [tensor.shape[1] for tensor in inputs.values() if isinstance(tensor, Tensor) and tensor.dim() == 2]
-        tokens = max(sizes, default=1)
-    return Traced(model, example, tokens)
+    if example is None:
+        with suppress(UnknownInputsError):  # its states are planned all the same
+            if hasattr(getattr(model, "config", None), "model_type"):
+                return Traced(model, *example_for(model, seq), is_guessed=True)
+        return Traced(model, None, seq or 1)
+    example = call_of("--function", name, example, "the example")
+    inputs = example(1)
+    if not isinstance(inputs, dict):
+        raise ValueError(f"--function {name}: the example returned a {type(inputs).__name__}; {_WANTED}")
+    sizes = [tensor.shape[1] for tensor in inputs.values() if isinstance(tensor, Tensor) and tensor.dim() == 2]
+    return Traced(model, example, seq or max(sizes, default=1))
 
 
 def _shape(built: Traced, name: str, source: str, precision: str, checkpoint_every: Sequence[int]) -> ModelShape:
     if built.example is None:
-        counted = shape_of_model(built.model, name)
-        note = (
-            "no example of its inputs was given, so activations are not counted, and times are a guess: arithmetic by "
-            f"the number of parameters, {built.tokens} token{'s' * (built.tokens > 1)} a sample"
-        )
-        return replace(counted, source=source, tokens=built.tokens, notes=(note,))
+        return _states_alone(built, name, source, "no example of its inputs was given")
     intervals = sorted({0, *checkpoint_every})
     try:
         found = trace(built.model, built.example(2), checkpoint_every=intervals, precision=precision, name=name)
@@ -214,11 +180,20 @@ def _shape(built: Traced, name: str, source: str, precision: str, checkpoint_eve
         if str(error) in _NO_CHECKPOINTS:
             option = "--function" if source == "function" else "--model"
             raise ValueError(f"{option} {name}: {_NO_CHECKPOINTS[str(error)]}") from error
-        raise ValueError(
-            f"{name} cannot be traced on the meta device: {type(error).__name__}: {in_a_line(error)}; give its inputs "
-            "with --function module:function, or its size with --params"
-        ) from error
+        said = f"{type(error).__name__}: {in_a_line(error)}"
+        if built.is_guessed:
+            return _states_alone(built, name, source, f"its forward cannot be traced ({said})")
+        alone = "--function module:function that returns the model alone plans its states"
+        raise ValueError(f"{name} cannot be traced on the meta device: {said}; {alone}") from error
     return replace(found, source=source, tokens=built.tokens)
+
+
+def _states_alone(built: Traced, name: str, source: str, why: str) -> ModelShape:
+    note = (
+        f"{why}, so activations are not counted, and times are a guess: arithmetic by the number of parameters, "
+        f"{built.tokens} token{'s' * (built.tokens > 1)} a sample"
+    )
+    return replace(shape_of_model(built.model, name), source=source, tokens=built.tokens, notes=(note,))
 
 
 def in_a_line(error: Exception) -> str:

@@ -37,6 +37,8 @@ class Widths:
     """In which gradients add up."""
     moments: int = 8
     """Of all of them together."""
+    counters: int = 4
+    """Of the numbers that the optimizer keeps for each tensor, not for each element: of its steps, mostly."""
     wire: int = 4
     """Of a gradient on its way between ranks."""
     has_master: bool = True
@@ -47,13 +49,13 @@ class Widths:
     """fp16: a gradient needs more range than the compute dtype has, once its loss scale is taken out."""
 
     @classmethod
-    def of(cls, precision: str | Precision | None, *, moments: float = 2.0) -> Widths:
-        """`moments`: how many numbers the optimizer keeps for each parameter."""
+    def of(cls, precision: str | Precision | None, *, moments: float = 2.0, counters: int = 4) -> Widths:
+        """`moments`: how many numbers the optimizer keeps for each parameter; `counters`: bytes of others a tensor."""
         policy = policy_of(precision)
         like = torch.empty(0, dtype=torch.float32, requires_grad=True)
         dtypes = policy.dtypes(like, is_kept=False)
         found = cls.of_dtypes(dtypes, moments=round(moments * policy.moments.itemsize))
-        return replace(found, is_apart=policy.is_mixed or policy.needs_one_pass)
+        return replace(found, is_apart=policy.is_mixed or policy.needs_one_pass, counters=counters)
 
     def beside(self, *, is_offloaded: bool) -> Widths:
         """Of a model of which something is offloaded: all of its gradients have a place of their own."""

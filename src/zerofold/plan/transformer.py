@@ -80,18 +80,31 @@ class GPTNumbers:
         return self.layers * sum(self.block) + sum(self.root)
 
     def paper(self, samples: int, checkpoint_every: int) -> PaperBytes:
-        """12·nl·hd² parameters; 2·bsz·seq·hd·nl/ci, bsz·seq·ci·(16·hd + 2·heads·seq) and 4·hd·4hd bytes.
-
-        >>> GPTNumbers(layers=80, hidden=10000, heads=100, seq=1024).paper(32, 1).activation_checkpoints / 1e9
-        52.4288
-        """
-        every = checkpoint_every or 1
-        return PaperBytes(
-            12 * self.layers * self.hidden**2,
-            2 * samples * self.seq * self.hidden * self.layers / every,
-            samples * self.seq * every * (16 * self.hidden + 2 * self.heads * self.seq),
-            4 * self.hidden * 4 * self.hidden,
+        return paper_of(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            seq=self.seq,
+            samples=samples,
+            checkpoint_every=checkpoint_every,
         )
+
+
+def paper_of(*, layers: int, hidden: int, heads: int, seq: int, samples: int, checkpoint_every: int) -> PaperBytes:
+    """12·nl·hd² parameters; 2·bsz·seq·hd·nl/ci, bsz·seq·ci·(16·hd + 2·heads·seq) and 4·hd·4hd bytes. Heads need not
+    divide the width, as mT5's do not.
+
+    >>> found = paper_of(layers=80, hidden=10000, heads=100, seq=1024, samples=32, checkpoint_every=1)
+    >>> found.activation_checkpoints / 1e9
+    52.4288
+    """
+    every = checkpoint_every or 1
+    return PaperBytes(
+        12 * layers * hidden**2,
+        2 * samples * seq * hidden * layers / every,
+        samples * seq * every * (16 * hidden + 2 * heads * seq),
+        4 * hidden * 4 * hidden,
+    )
 
 
 def from_numbers(

@@ -86,7 +86,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     choose = _choose_on_cuda if device == "cuda" else _choose_on_cpu
-    form = choose(query, key, value, attn_mask, dropout_p)
+    form = (
+        choose(query, key, value, attn_mask, dropout_p) if _have_like_heads(query, key, value, enable_gqa) else "plain"
+    )
     if form == "plain":
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -112,6 +114,13 @@ def _attention(
             query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
         )
     )
+
+
+def _have_like_heads(query: Tensor, key: Tensor, value: Tensor, is_grouped: bool) -> bool:
+    """No fused kernel broadcasts: one head of keys for all queries (Falcon) asks for the plain form, unless it is said
+    that heads come in groups."""
+    dims = 1 if is_grouped else 2
+    return query.shape[:dims] == key.shape[:dims] and key.shape[:2] == value.shape[:2]
 
 
 def _first(results: Any) -> Tensor:

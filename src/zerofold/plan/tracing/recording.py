@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
         self._ids: dict[int, int] = {}  # of storages that are there: by where they are, their number in the log
         self._known = {_where(tensor) for tensor in known}
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._answers: dict[int, bool] = {}
+        self._answers: dict[int, int] = {}  # what a tensor's only value is, where that is known
         self._count = 0
         self.sizes: dict[int, int] = {}  # by number, for storages that are there
 
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        asked = self._remembered.key(func, args, kwargs) if func.overloadpacket not in _ASK_FOR_VALUES else None
+        asked = None if self._has_answer(func, args) else self._remembered.key(func, args, kwargs)
         if (found := self._remembered.find(asked)) is not None:
             results, work = found
             for tensor in results if isinstance(results, (tuple, list)) else (results,):
@@ -130,6 +130,13 @@ class Recorder(TorchDispatchMode):
         self._remembered.keep(asked, inputs, results, work)
         self.recording.events.append(work)
         return results
+
+    def _has_answer(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether `_answer` may know something about what comes out, besides its shape."""
+        packet = func.overloadpacket
+        if packet is aten.sum:
+            return bool(args[0].dtype is torch.bool)
+        return packet in _ASK_FOR_VALUES or (packet is aten.eq and _where(args[0]) in self._answers)
 
     def _answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs an operator. A few ask for values, which are answered as for a batch without padding, whose tokens go
@@ -148,6 +155,10 @@ class Recorder(TorchDispatchMode):
         results = func(*args, **kwargs)
         if packet in (aten.all, aten.any):
             self._answers[_where(results)] = packet is aten.all
+        elif packet is aten.sum and args[0].dtype is torch.bool and not results.dim():
+            self._answers[_where(results)] = args[0].numel()
+        elif packet is aten.eq and _where(args[0]) in self._answers and not isinstance(args[1], Tensor):
+            self._answers[_where(results)] = self._answers[_where(args[0])] == args[1]
         return results
 
     def _work(

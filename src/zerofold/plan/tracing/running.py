@@ -205,5 +205,5 @@ def _readable(model: nn.Module) -> Iterator[None]:
         where = f"{outside[-1].filename}:{outside[-1].lineno} `{outside[-1].line}`" if outside else type(model).__name__
         raise ValueError(
             f"{where} reads the value of a tensor, and a trace has shapes alone: leave out of the example what it is "
-            f"read from, or build the model so that it does not ask ({str(error).splitlines()[0]})"
+            f"read from, or build the model so that it does not ask ({str(error).splitlines()[0].split('. ')[0]})"
         ) from error

@@ -119,7 +119,8 @@ def _activity(
     if fitted is None:
         raise ValueError(
             f"{type(model).__name__} does not do the same for {FITTED[0]} samples as for {FITTED[1]}, so what it takes "
-            "for others cannot be told from them: its shapes must not depend on the batch but in its first dimension"
+            "for others cannot be told from them: its shapes must not depend on the batch but in its first dimension, "
+            "and no block may be skipped at random (layerdrop)"
         )
     result = moments(fitted, groups)
     _check_single(single, result, interval, notes)
