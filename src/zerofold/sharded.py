@@ -255,8 +255,9 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise RuntimeError(moved(first._spec))  # Module.to and its kin, which go through parameters and gradients
     if rule.kind is Kind.SAME_DATA:
         return ShardedTensor(first._local, first._spec)
-    if not first.is_cleared:
-        first._spec.step.look(first._local)
+    for tensor in _sharded_in(args, kwargs):  # each by its own model: an average has no update, what it follows has one
+        if tensor._spec.step.is_under_way and not tensor.is_cleared:
+            tensor._spec.step.look(tensor._local)
     changed = [kwargs.get(place) if isinstance(place, str) else args[place] for place in rule.written]
     written = [tensor for each in changed for tensor in (each if isinstance(each, (list, tuple)) else (each,))]
     for tensor in written:
