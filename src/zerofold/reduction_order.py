@@ -51,7 +51,7 @@ class ReductionOrder:
         self._across = True  # reductions of this backward go on across groups
         self._has_partial = False  # a backward ended without the whole of its reduction, on all ranks alike
         self._versions_at_reduction: list[int] | None = None  # of all shards, until somebody is seen to update them
-        self._warned = False
+        self._wasted = 0  # how often gradients were thrown away
         self.steps = 0  # of attached optimizers
         self.count = 0  # of reductions that are through
 
@@ -133,15 +133,21 @@ class ReductionOrder:
         self._versions_at_reduction = None
 
     def watch_for_updates(self) -> None:
-        """Warns, once, when gradients were reduced and thrown away and no parameter changed in between."""
-        if self._warned or self._versions_at_reduction is None or not self.row.optimizer.is_cut:
+        """Warns, once, when gradients were reduced and thrown away twice and no parameter changed in between.
+
+        Once is what a critic's turn begins with, where the generator's comes first.
+        """
+        if self._versions_at_reduction is None or not self.row.optimizer.is_cut:
             return
         if self.steps:  # an optimizer is attached and steps: gradients may be wanted elsewhere, as a generator's are
             return
         if [slab.version for slab in self._order] != self._versions_at_reduction:
             self._versions_at_reduction = None
         elif all(face.grad is None for slab in self._order for face in slab.faces):
-            self._warned = True
+            self._versions_at_reduction = None  # further forwards before the next backward say nothing new
+            self._wasted += 1
+            if self._wasted != 2:
+                return
             warnings.warn(
                 "gradients were reduced and cleared, but no parameter has changed since: call optimizer.step() between "
                 "backward and zero_grad, and zf.attach(model, optimizer) if the optimizer was built before zf.shard",
