@@ -27,7 +27,7 @@ class Gradients(Protocol):
 
     def before_accumulate(self, index: int) -> None: ...
     def arrived(self, index: int) -> None: ...
-    def forget_cleared(self) -> None: ...
+    def notice_changes(self) -> None: ...
     def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None: ...
     def settle(self, present: Sequence[bool]) -> None: ...
     def keep_partial(self) -> None: ...
@@ -87,7 +87,7 @@ class WholeGradients:
         self.parameters[index].grad = gradient.view_as(self.parameters[index])
         self.arrived_since_reduce.add(index)
 
-    def forget_cleared(self) -> None:
+    def notice_changes(self) -> None:
         self.arrived_since_reduce = {i for i in self.arrived_since_reduce if self.parameters[i].grad is not None}
 
     def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None:
@@ -185,7 +185,7 @@ class FaceGradients:
         self._starts = [0, *accumulate(self.layout.numels)]
 
     def before_accumulate(self, index: int) -> None:
-        self._notice_clearing(index)
+        self._notice_changes(index)
         # With nothing to add to, autograd hands over the fresh tensor itself instead of copying it.
         self.parameters[index].grad = None
         self._taken.add(index)
@@ -203,9 +203,9 @@ class FaceGradients:
             self._local[index] = earlier.to(self.dtypes.accumulation).add_(flat)
         self.arrived_since_reduce.add(index)
 
-    def forget_cleared(self) -> None:
+    def notice_changes(self) -> None:
         for index in range(len(self.parameters)):
-            self._notice_clearing(index)
+            self._notice_changes(index)
 
     def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None:
         self.arrived_since_reduce.clear()
@@ -251,7 +251,7 @@ class FaceGradients:
 
     def take_local(self, index: int) -> Tensor | None:
         """What has arrived of a gradient and is not reduced yet, which is then no longer here."""
-        self._notice_clearing(index)
+        self._notice_changes(index)
         gradient, self._local[index] = self._local[index], None
         self.arrived_since_reduce.discard(index)
         if gradient is not None and self._is_among_sums(gradient):  # the next one to arrive is written there
@@ -273,7 +273,10 @@ class FaceGradients:
         sums = self._sums
         return sums is not None and tensor.untyped_storage().data_ptr() == sums.untyped_storage().data_ptr()
 
-    def _notice_clearing(self, index: int) -> None:
+    def _notice_changes(self, index: int) -> None:
+        given = self._given(index)
+        if given is not None:
+            self._take_given(index, given)
         if not self._is_shown[index]:
             return
         shown, on_parameter = self.faces[index].grad, self.parameters[index].grad
@@ -289,11 +292,33 @@ class FaceGradients:
             self.arrived_since_reduce.discard(index)
             self._awaits_across = self._awaits_across and any(self._is_shown)
 
+    def _given(self, index: int) -> Tensor | None:
+        """What somebody has assigned to `.grad`, of the parameter or of the face, in the place of what was shown."""
+        on_parameter, shown = self.parameters[index].grad, self.faces[index].grad
+        if on_parameter is not None and on_parameter is not self._on_parameters[index]:
+            return on_parameter
+        is_original = shown is None or (isinstance(shown, ShardedTensor) and shown.is_original)
+        return None if is_original else shown
+
+    @torch.no_grad()
+    def _take_given(self, index: int, given: Tensor) -> None:
+        face = self.faces[index]
+        piece = (given.local if isinstance(given, ShardedTensor) else face.spec.cut(given)).reshape(-1)
+        self._local[index] = None
+        self.arrived_since_reduce.discard(index)
+        face.grad = None
+        if self._flat is None and self.layout.world == 1:
+            self._show(index, adopted=piece)
+            return
+        self._piece(index).copy_(piece)
+        self._holds_value[index] = True
+        self._show(index)
+
     def _show(self, index: int, adopted: Tensor | None = None, *, unreduced: bool = False) -> None:
         face = self.faces[index]
         if face.grad is None:
             piece = self._piece(index) if adopted is None else adopted
-            face.grad = ShardedTensor(face.spec.shaped(piece), face.spec)
+            face.grad = as_gradient(face, piece)
         assert isinstance(face.grad, ShardedTensor)
         face.grad.is_unreduced = unreduced
         self._is_shown[index] = True
@@ -353,6 +378,12 @@ class FaceGradients:
         waiting = [gradient for gradient in self._local if gradient is not None]
         local = sum(gradient.nbytes for gradient in waiting if not self._is_among_sums(gradient))
         return local + (0 if self._sums is None else self._sums.nbytes)
+
+
+def as_gradient(face: ShardedParameter, piece: Tensor) -> ShardedTensor:
+    gradient = ShardedTensor(face.spec.shaped(piece), face.spec)
+    gradient.is_original = True
+    return gradient
 
 
 def _holds(memory: Tensor, gradient: Tensor) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from zerofold.gradients import FaceGradients
+from zerofold.gradients import FaceGradients, as_gradient
 from zerofold.layout import FlatLayout
 from zerofold.memory import Done, Transfers
 from zerofold.precision import Dtypes
@@ -100,7 +100,13 @@ class AwayGradients(FaceGradients):
         shown = [face.grad.form for face in self.faces if isinstance(face.grad, ShardedTensor)]
         return self.local_nbytes + sum(form.nbytes for form in shown if form.untyped_storage().data_ptr() != own)
 
-    def _notice_clearing(self, index: int) -> None:
+    def _take_given(self, index: int, given: Tensor) -> None:
+        self.faces[0].spec.step.look(self.room)  # the host writes: what is being read there must be on its way
+        super()._take_given(index, given)
+        if self._is_in_place:
+            self.spoiled.add(index)
+
+    def _notice_changes(self, index: int) -> None:
         shown = self.faces[index].grad
         if isinstance(shown, ShardedTensor) and shown.is_used_up and shown.was_zeroed:
             # Wanted as zeros, and its memory was not its own then. The update that took it has ended since.
@@ -108,7 +114,7 @@ class AwayGradients(FaceGradients):
             self._piece(index).zero_()
             if self._is_in_place:
                 self.spoiled.add(index)
-        super()._notice_clearing(index)
+        super()._notice_changes(index)
 
     @torch.no_grad()
     def _adopt(self, local: list[Tensor | None], scale: float) -> None:
@@ -183,7 +189,7 @@ class AwayGradients(FaceGradients):
         for index, face in enumerate(self.faces):
             gradient = face.grad  # one that stays on the device was never in the room
             if isinstance(gradient, ShardedTensor) and gradient.form.untyped_storage().data_ptr() == narrow:
-                face.grad = ShardedTensor(face.spec.shaped(self._piece(index)), face.spec)
+                face.grad = as_gradient(face, self._piece(index))
 
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -105,7 +105,7 @@ class ReductionOrder:
             return
         self._has_partial = True
         for slab in self._order:
-            slab.gradients.forget_cleared()
+            slab.gradients.notice_changes()
             slab.gradients.keep_partial()
 
     def abandon_backward(self) -> None:
@@ -116,7 +116,9 @@ class ReductionOrder:
             slab.gradients.abandon()
 
     def flush(self) -> None:
-        """Reduces what no_sync, or an unfinished row of micro-batches, has left on this rank."""
+        """Takes gradients as they are now, and reduces what no_sync or unfinished micro-batches left on this rank."""
+        for slab in self._order:
+            slab.gradients.notice_changes()
         if self._has_partial:
             self._launched = len(self._expected)  # nothing is under way: all that is left is agreed on
             self._across = True
@@ -160,7 +162,7 @@ class ReductionOrder:
             self._launch(slab)
         for slab in self._order:
             if slab not in self._had_gradient:  # those have just been launched
-                slab.gradients.forget_cleared()
+                slab.gradients.notice_changes()
         numbers = self._state()
         self.control.all_reduce(numbers, unit="agreement", op=dist.ReduceOp.MAX).wait()
         tags, flags = numbers[: 2 * self._teams].view(2, -1).tolist(), numbers[2 * self._teams :].tolist()
@@ -199,7 +201,7 @@ class ReductionOrder:
         self._had_gradient.clear()
 
     def _launch(self, slab: Slab) -> None:
-        slab.gradients.forget_cleared()  # also what an earlier backward left here, and this one does not add to
+        slab.gradients.notice_changes()  # also what an earlier backward left here, and this one does not add to
         had = slab.gradients.arrived_since_reduce | slab.gradients.awaiting_across()
         self._had_gradient.setdefault(slab, set()).update(had)
         slab.gradients.launch(self.reducer, slab.unit, across=self._across and self.reducer.across is not None)

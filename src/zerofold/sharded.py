@@ -31,6 +31,7 @@ class ShardedTensor(torch.Tensor):
     _spec: ShardSpec
     was_zeroed = False  # by zero_(): for a gradient, the same wish as setting it to None
     is_unreduced = False  # a gradient of which other ranks still hold local sums
+    is_original = False  # a gradient as backward left it, and not one that somebody has assigned
     is_cleared = False  # stands for a gradient that is gone
     is_used_up = False  # a gradient whose memory the step has taken for something else
     is_being_read = False  # a gradient, perhaps, by an update under way; it may not be changed before that is over
