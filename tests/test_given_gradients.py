@@ -1,4 +1,4 @@
-"""Gradients that the user puts into `.grad`, at any stage: they are what the next step takes, as in plain torch."""
+"""What users make of gradients, in `.grad` or in hooks, is what the next step takes at any stage, as in plain torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tests.models import largest_difference
+from tests.ranks import raised
 from tests.test_unusual import Averaging, Net, inputs, plain_step
-from torch import nn
+from torch import Tensor, nn
 
 import zerofold as zf
 
@@ -94,3 +95,68 @@ def differences(way: Any) -> dict[str, float]:
 def test_what_is_put_there_is_what_the_step_takes(ranks: Any, world: int, way: Any) -> None:
     for found in ranks(world, differences, way):
         assert max(found.values()) <= 1e-6, found
+
+
+def on_the_way(weight: Tensor) -> None:
+    weight.register_hook(lambda gradient: gradient * rows_but_one(gradient))
+
+
+def behind_autograd(weight: Tensor) -> None:
+    def change(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(rows_but_one(parameter.grad))
+
+    weight.register_post_accumulate_grad_hook(change)
+
+
+def put_behind_autograd(weight: Tensor) -> None:
+    def change(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * rows_but_one(parameter.grad)
+
+    weight.register_post_accumulate_grad_hook(change)
+
+
+def rows_but_one(gradient: Tensor) -> Tensor:
+    return (torch.arange(len(gradient)) != 1).to(gradient.dtype).unsqueeze(1)
+
+
+def hooked(way: Any) -> dict[str, float]:
+    """Hooks that come after the model was prepared, as those that train some rows of an embedding alone."""
+    found = {}
+    for row in [{"stage": 0}, *ROWS]:
+        torch.manual_seed(1)
+        reference = Net()
+        torch.manual_seed(1)
+        model = Net()
+        averaging = Averaging(adam(reference))
+        _, optimizer = zf.prepare(model, adam(model), **row)
+        for each, stepper in ((reference, averaging), (model, optimizer)):
+            way(each.inlet.weight)
+            for step in range(2):
+                plain_step(each, stepper, step)
+        zf.close(model)
+        found[str(row)] = largest_difference(list(reference.parameters()), list(model.parameters()))
+    return found
+
+
+@pytest.mark.parametrize("way", [on_the_way, behind_autograd, put_behind_autograd])
+def test_hooks_that_come_later_act_at_every_stage(ranks: Any, way: Any) -> None:
+    for found in ranks(2, hooked, way):
+        assert max(found.values()) <= 1e-6, found
+
+
+def updates_inside_backward(stage: int) -> None:
+    model = zf.shard(Net(), stage=stage)
+
+    def update(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    model.inlet.weight.register_post_accumulate_grad_hook(update)
+    backward(model, 0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_hook_that_takes_the_gradient_away_is_named(ranks: Any, stage: int) -> None:
+    for error in ranks(1, raised, updates_inside_backward, stage):
+        assert "a hook has taken away the gradient of a parameter of shape (32, 32)" in error

@@ -70,7 +70,7 @@ class WholeGradients:
             self.parameters[index].grad = self._view(self._storage(), index).zero_()
 
     def arrived(self, index: int) -> None:
-        _refuse_sparse(self.parameters[index])
+        _arrived_at(self.parameters[index])
         self.arrived_since_reduce.add(index)
 
     def abandon(self) -> None:
@@ -191,9 +191,7 @@ class FaceGradients:
         self._taken.add(index)
 
     def arrived(self, index: int) -> None:
-        _refuse_sparse(self.parameters[index])
-        gradient = self.parameters[index].grad
-        assert gradient is not None
+        gradient = _arrived_at(self.parameters[index])
         self.parameters[index].grad = None
         earlier = self._local[index]
         flat = gradient.detach().reshape(-1)
@@ -391,9 +389,16 @@ def _holds(memory: Tensor, gradient: Tensor) -> bool:
     return torch.promote_types(gradient.dtype, memory.dtype) is memory.dtype
 
 
-def _refuse_sparse(parameter: Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.is_sparse:
+def _arrived_at(parameter: Tensor) -> Tensor:
+    gradient, shape = parameter.grad, tuple(parameter.shape)
+    if gradient is None:
         raise RuntimeError(
-            f"a parameter of shape {tuple(parameter.shape)} got a sparse gradient, which cannot be cut into ranges; "
-            "build the embedding with sparse=False"
+            f"a hook has taken away the gradient of a parameter of shape {shape} before it was reduced, as an "
+            "optimizer inside backward does: change it in the hook, and let the attached optimizer's step() use it"
         )
+    if gradient.is_sparse:
+        raise RuntimeError(
+            f"a parameter of shape {shape} got a sparse gradient, which cannot be cut into ranges; build the embedding "
+            "with sparse=False"
+        )
+    return gradient

@@ -8,6 +8,7 @@ whole tensor is shown in its place (`show`), everything runs on that.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -220,6 +221,16 @@ class ShardedParameter(ShardedTensor):
     """
 
     _is_param = True  # what nn.Parameter's instance check looks for, as for every custom parameter tensor
+    behind: weakref.ref[Tensor] | None = None  # the Parameter that autograd knows, whose gradients pass through hooks
+
+    def register_hook(self, hook: Any) -> Any:
+        """As on the Parameter that is in the module during forward: the hook gets this rank's own whole gradient."""
+        whole = None if self.behind is None else self.behind()
+        return super().register_hook(hook) if whole is None else whole.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        whole = None if self.behind is None else self.behind()
+        return (super() if whole is None else whole).register_post_accumulate_grad_hook(hook)
 
 
 def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ elsewhere                   this rank's piece, in the memory that a gradient of 
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -377,6 +378,7 @@ class Slab(FlatParameters):
             entry.face = face
         else:  # cut anew: the optimizer may hold the face already
             torch.utils.swap_tensors(entry.face, face)
+        entry.face.behind = weakref.ref(entry.parameter)
         if self.dtypes.has_master:
             entry.parameter._master = entry.face  # type: ignore[attr-defined]  # for zf.full
         return entry.face
