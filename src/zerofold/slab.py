@@ -66,6 +66,7 @@ class Slab(FlatParameters):
         )
         self.resident: Tensor | None = None  # this rank's piece of what forward computes with, in its own home
         self.moments: dict[str, Tensor] = {}  # the memory of the optimizer's states, where that is not the device's
+        self.begun: set[tuple[str, int]] = set()  # of which parameters something has been written there
         self.update: Update | None = None  # of the shard, under way
         self.streamed: frozenset[int] = frozenset()  # parameters whose states come to the device to be updated
         copies = home.groups.copy

@@ -166,6 +166,10 @@ def _ready_state(
         if held is not None:  # loaded or handed over: whole, in another dtype, or in other memory
             engine.step.look(slab.master)  # which may have begun to be updated
             room.copy_(held.local if isinstance(held, ShardedTensor) else face.spec.cut(held))
+        elif (name, index) in slab.begun:  # the user has thrown it away, to begin anew
+            engine.step.look(slab.master)
+            room.zero_()
+        slab.begun.add((name, index))
         state[name] = ShardedTensor(room, face.spec)
     if not isinstance(state["step"], Tensor):
         state["step"] = torch.tensor(float(state["step"]))
