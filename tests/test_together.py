@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -76,7 +77,9 @@ def difference(way: str, rows: tuple[tuple[Any, Any], ...]) -> float:
             zf.prepare(model, adam(model), stage=stage, cut=cut)
             for model, (stage, cut) in zip(models, rows, strict=True)
         ]
-        found = train(models, (pairs[0][1], pairs[1][1]))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "gradients were reduced and cleared")  # as the critic's are, once
+            found = train(models, (pairs[0][1], pairs[1][1]))
     for model in models:
         zf.close(model)
     return largest_difference(expected, found)
@@ -86,6 +89,27 @@ def difference(way: str, rows: tuple[tuple[Any, Any], ...]) -> float:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_models_train_as_two_plain_ones(ranks: Any, way: str, rows: tuple[tuple[Any, Any], ...]) -> None:
     assert max(ranks(2, difference, way, rows)) <= 1e-6
+
+
+def follows_at_once(offload: str | dict[str, str]) -> bool:
+    """A copy that is a sharded model of its own is brought up to date right after step(): only the other one waits."""
+    model, copy = build(1), zf.shard(build(2), stage=3)
+    zf.prepare(model, optimizer := adam(model), stage=3, offload=offload)
+    model(inputs(0)).pow(2).mean().backward()
+    optimizer.step()
+    pairs = list(zip(copy.parameters(), model.parameters(), strict=True))
+    with torch.no_grad():
+        for mine, p in pairs:
+            mine.copy_(p)
+    same = all(torch.equal(zf.full(mine), zf.full(p)) for mine, p in pairs)
+    zf.close(model)
+    zf.close(copy)
+    return same
+
+
+@pytest.mark.parametrize("offload", ["host", {"optimizer": "host", "parameters": "host"}], ids=str)
+def test_parameters_read_beside_those_of_another_model_wait_for_their_update(ranks: Any, offload: Any) -> None:
+    assert ranks(2, follows_at_once, offload) == [True, True]
 
 
 class OfManyKinds(nn.Module):

@@ -38,8 +38,9 @@ class SlabGradients(ABC):
         """It has done so."""
 
     @abstractmethod
-    def forget_cleared(self) -> None:
-        """Drops what the user has cleared since it was shown (`zero_grad`), local sums included."""
+    def notice_changes(self) -> None:
+        """Drops what the user has cleared since it was shown (`zero_grad`), local sums included, and takes what the
+        user has assigned in its place."""
 
     @abstractmethod
     def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None:
@@ -94,9 +95,17 @@ def can_hold(memory: Tensor, gradient: Tensor) -> bool:
     return torch.promote_types(gradient.dtype, memory.dtype) is memory.dtype
 
 
-def refuse_sparse(parameter: Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.is_sparse:
+def arrived_at(parameter: Tensor) -> Tensor:
+    """The gradient that autograd has left there."""
+    gradient, shape = parameter.grad, tuple(parameter.shape)
+    if gradient is None:
         raise RuntimeError(
-            f"a parameter of shape {tuple(parameter.shape)} got a sparse gradient, which cannot be cut into ranges; "
-            "build the embedding with sparse=False"
+            f"a hook has taken away the gradient of a parameter of shape {shape} before it was reduced, as an "
+            "optimizer inside backward does: change it in the hook, and let the attached optimizer's step() use it"
         )
+    if gradient.is_sparse:
+        raise RuntimeError(
+            f"a parameter of shape {shape} got a sparse gradient, which cannot be cut into ranges; build the embedding "
+            "with sparse=False"
+        )
+    return gradient

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from zerofold.gradients_on_faces import FaceGradients
+from zerofold.gradients_on_faces import FaceGradients, as_gradient
 from zerofold.layout import FlatLayout
 from zerofold.memory import Done, Transfers, share_storage
 from zerofold.precision import Dtypes
@@ -99,7 +99,13 @@ class AwayGradients(FaceGradients):
         shown = [face.grad.raw_local for face in self.faces if isinstance(face.grad, ShardedTensor)]
         return self.local_nbytes + sum(each.nbytes for each in shown if not share_storage(each, self.room))
 
-    def _notice_clearing(self, index: int) -> None:
+    def _take_given(self, index: int, given: Tensor) -> None:
+        self.faces[0].spec.step.look(self.room)  # the host writes: what is being read there must be on its way
+        super()._take_given(index, given)
+        if self._is_in_place:
+            self.spoiled.add(index)
+
+    def _notice_changes(self, index: int) -> None:
         shown = self.faces[index].grad
         if isinstance(shown, ShardedTensor) and shown.is_used_up and shown.was_zeroed:
             # Wanted as zeros, and its memory was not its own then. The update that took it has ended since.
@@ -107,7 +113,7 @@ class AwayGradients(FaceGradients):
             self._piece(index).zero_()
             if self._is_in_place:
                 self.spoiled.add(index)
-        super()._notice_clearing(index)
+        super()._notice_changes(index)
 
     @torch.no_grad()
     def _adopt(self, local: list[Tensor | None], scale: float) -> None:
@@ -181,7 +187,7 @@ class AwayGradients(FaceGradients):
         for index, face in enumerate(self.faces):
             gradient = face.grad  # one that stays on the device was never in the room
             if isinstance(gradient, ShardedTensor) and share_storage(gradient.raw_local, narrow):
-                face.grad = ShardedTensor(face.spec.shaped(self._piece(index)), face.spec)
+                face.grad = as_gradient(face, self._piece(index))
 
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -18,12 +18,18 @@ import torch
 from torch import Tensor
 
 from zerofold.face_gradient import FaceGradient
-from zerofold.gradients import SlabGradients, can_hold, refuse_sparse
+from zerofold.gradients import SlabGradients, arrived_at, can_hold
 from zerofold.layout import FlatLayout
 from zerofold.memory import share_storage
 from zerofold.precision import Dtypes
 from zerofold.reduce import Reducer, Reduction
 from zerofold.sharded import ShardedParameter, ShardedTensor
+
+
+def as_gradient(face: ShardedParameter, piece: Tensor) -> ShardedTensor:
+    gradient = ShardedTensor(face.spec.shaped(piece), face.spec)
+    gradient.is_original = True
+    return gradient
 
 
 class FaceGradients(SlabGradients):
@@ -67,15 +73,13 @@ class FaceGradients(SlabGradients):
         self._starts = [0, *accumulate(self.layout.numels)]
 
     def before_accumulate(self, index: int) -> None:
-        self._notice_clearing(index)
+        self._notice_changes(index)
         # With nothing to add to, autograd hands over the fresh tensor itself instead of copying it.
         self.parameters[index].grad = None
         self._taken.add(index)
 
     def arrived(self, index: int) -> None:
-        refuse_sparse(self.parameters[index])
-        gradient = self.parameters[index].grad
-        assert gradient is not None
+        gradient = arrived_at(self.parameters[index])
         self.parameters[index].grad = None
         earlier = self._local[index]
         flat = gradient.detach().reshape(-1)
@@ -85,9 +89,9 @@ class FaceGradients(SlabGradients):
             self._local[index] = earlier.to(self.dtypes.accumulation).add_(flat)
         self.arrived_since_reduce.add(index)
 
-    def forget_cleared(self) -> None:
+    def notice_changes(self) -> None:
         for index in range(len(self.parameters)):
-            self._notice_clearing(index)
+            self._notice_changes(index)
 
     def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None:
         self.arrived_since_reduce.clear()
@@ -131,7 +135,7 @@ class FaceGradients(SlabGradients):
                 self.arrived_since_reduce.discard(index)
 
     def take_local(self, index: int) -> Tensor | None:
-        self._notice_clearing(index)
+        self._notice_changes(index)
         gradient, self._local[index] = self._local[index], None
         self.arrived_since_reduce.discard(index)
         if gradient is not None and self._is_among_sums(gradient):  # the next one to arrive is written there
@@ -153,7 +157,10 @@ class FaceGradients(SlabGradients):
         sums = self._sums
         return sums is not None and share_storage(tensor, sums)
 
-    def _notice_clearing(self, index: int) -> None:
+    def _notice_changes(self, index: int) -> None:
+        given = self._given(index)
+        if given is not None:
+            self._take_given(index, given)
         if not self._is_shown[index]:
             return
         shown, on_parameter = self.faces[index].grad, self.parameters[index].grad
@@ -169,11 +176,33 @@ class FaceGradients(SlabGradients):
             self.arrived_since_reduce.discard(index)
             self._awaits_across = self._awaits_across and any(self._is_shown)
 
+    def _given(self, index: int) -> Tensor | None:
+        """What somebody has assigned to `.grad`, of the parameter or of the face, in the place of what was shown."""
+        on_parameter, shown = self.parameters[index].grad, self.faces[index].grad
+        if on_parameter is not None and on_parameter is not self._on_parameters[index]:
+            return on_parameter
+        is_original = shown is None or (isinstance(shown, ShardedTensor) and shown.is_original)
+        return None if is_original else shown
+
+    @torch.no_grad()
+    def _take_given(self, index: int, given: Tensor) -> None:
+        face = self.faces[index]
+        piece = (given.local if isinstance(given, ShardedTensor) else face.spec.cut(given)).reshape(-1)
+        self._local[index] = None
+        self.arrived_since_reduce.discard(index)
+        face.grad = None
+        if self._flat is None and self.layout.world == 1:
+            self._show(index, adopted=piece)
+            return
+        self._piece(index).copy_(piece)
+        self._holds_value[index] = True
+        self._show(index)
+
     def _show(self, index: int, adopted: Tensor | None = None, *, unreduced: bool = False) -> None:
         face = self.faces[index]
         if face.grad is None:
             piece = self._piece(index) if adopted is None else adopted
-            face.grad = ShardedTensor(face.spec.shaped(piece), face.spec)
+            face.grad = as_gradient(face, piece)
         assert isinstance(face.grad, ShardedTensor)
         face.grad.is_unreduced = unreduced
         self._is_shown[index] = True

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerofold.gradients import SlabGradients, refuse_sparse
+from zerofold.gradients import SlabGradients, arrived_at
 from zerofold.layout import FlatLayout
 from zerofold.memory import share_storage
 from zerofold.reduce import Reducer
@@ -39,7 +39,7 @@ class WholeGradients(SlabGradients):
             self.parameters[index].grad = self._view(self._storage(), index).zero_()
 
     def arrived(self, index: int) -> None:
-        refuse_sparse(self.parameters[index])
+        arrived_at(self.parameters[index])
         self.arrived_since_reduce.add(index)
 
     def abandon(self) -> None:
@@ -56,7 +56,7 @@ class WholeGradients(SlabGradients):
         self.parameters[index].grad = gradient.view_as(self.parameters[index])
         self.arrived_since_reduce.add(index)
 
-    def forget_cleared(self) -> None:
+    def notice_changes(self) -> None:
         self.arrived_since_reduce = {i for i in self.arrived_since_reduce if self.parameters[i].grad is not None}
 
     def launch(self, reducer: Reducer, unit: str, *, across: bool) -> None:

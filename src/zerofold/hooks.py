@@ -136,6 +136,9 @@ class Hooks:
     def _install_on_parameter(self, slab: Slab, index: int, parameter: Tensor) -> None:
         def before_accumulate(gradient: Tensor) -> Tensor | None:
             self.backward.enter()
+            behind = parameter._post_accumulate_grad_hooks
+            if behind is not None and len(behind) > 1:  # a user's own come first, while the gradient is here
+                behind[arrival.id] = behind.pop(arrival.id)
             self.boundary.check_scaled()
             slab.gradients.before_accumulate(index)
             if self.weight == 1.0:
@@ -147,7 +150,8 @@ class Hooks:
             self.reductions.arrived(slab)
 
         self._handles.append(parameter.register_hook(untraced(before_accumulate)))
-        self._handles.append(parameter.register_post_accumulate_grad_hook(untraced(after_accumulate)))
+        arrival = parameter.register_post_accumulate_grad_hook(untraced(after_accumulate))
+        self._handles.append(arrival)
 
     # forward
 

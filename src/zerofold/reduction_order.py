@@ -52,7 +52,7 @@ class ReductionOrder:
         self._across = True  # reductions of this backward go on across groups
         self._has_partial = False  # a backward ended without the whole of its reduction, on all ranks alike
         self._versions_at_reduction: list[int] | None = None  # of all shards, until somebody is seen to update them
-        self._warned = False
+        self._wasted = 0  # how often gradients were thrown away
         self.steps = 0  # of attached optimizers
         self.count = 0  # of reductions that are through
 
@@ -106,7 +106,7 @@ class ReductionOrder:
             return
         self._has_partial = True
         for slab in self._order:
-            slab.gradients.forget_cleared()
+            slab.gradients.notice_changes()
             slab.gradients.keep_partial()
 
     def abandon_backward(self) -> None:
@@ -117,7 +117,9 @@ class ReductionOrder:
             slab.gradients.abandon()
 
     def flush(self) -> None:
-        """Reduces what no_sync, or an unfinished row of micro-batches, has left on this rank."""
+        """Takes gradients as they are now, and reduces what no_sync or unfinished micro-batches left on this rank."""
+        for slab in self._order:
+            slab.gradients.notice_changes()
         if self._has_partial:
             self._launched = len(self._expected)  # nothing is under way: all that is left is agreed on
             self._across = True
@@ -134,15 +136,21 @@ class ReductionOrder:
         self._versions_at_reduction = None
 
     def watch_for_updates(self) -> None:
-        """Warns, once, when gradients were reduced and thrown away and no parameter changed in between."""
-        if self._warned or self._versions_at_reduction is None or not self.row.optimizer.is_cut:
+        """Warns, once, when gradients were reduced and thrown away twice and no parameter changed in between.
+
+        Once is what a critic's turn begins with, where the generator's comes first.
+        """
+        if self._versions_at_reduction is None or not self.row.optimizer.is_cut:
             return
         if self.steps:  # an optimizer is attached and steps: gradients may be wanted elsewhere, as a generator's are
             return
         if [slab.version for slab in self._order] != self._versions_at_reduction:
             self._versions_at_reduction = None
         elif all(face.grad is None for slab in self._order for face in slab.faces):
-            self._warned = True
+            self._versions_at_reduction = None  # further forwards before the next backward say nothing new
+            self._wasted += 1
+            if self._wasted != 2:
+                return
             warnings.warn(
                 "gradients were reduced and cleared, but no parameter has changed since: call optimizer.step() between "
                 "backward and zero_grad, and zf.attach(model, optimizer) if the optimizer was built before zf.shard",
@@ -155,7 +163,7 @@ class ReductionOrder:
             self._launch(slab)
         for slab in self._order:
             if slab not in self._had_gradient:  # those have just been launched
-                slab.gradients.forget_cleared()
+                slab.gradients.notice_changes()
         numbers = self._state()
         self.control.all_reduce(numbers, unit="agreement", op=dist.ReduceOp.MAX).wait()
         tags, flags = numbers[: 2 * self._teams].view(2, -1).tolist(), numbers[2 * self._teams :].tolist()
@@ -194,7 +202,7 @@ class ReductionOrder:
         self._had_gradient.clear()
 
     def _launch(self, slab: Slab) -> None:
-        slab.gradients.forget_cleared()  # also what an earlier backward left here, and this one does not add to
+        slab.gradients.notice_changes()  # also what an earlier backward left here, and this one does not add to
         had = slab.gradients.arrived_since_reduce | slab.gradients.awaiting_across()
         self._had_gradient.setdefault(slab, set()).update(had)
         slab.gradients.launch(self.reducer, slab.unit, across=self._across and self.reducer.across is not None)

@@ -8,6 +8,7 @@ whole tensor is shown in its place (`show`), everything runs on that.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,7 @@ class ShardedTensor(torch.Tensor):
     _spec: ShardSpec
     was_zeroed = False  # by zero_(): for a gradient, the same wish as setting it to None
     is_unreduced = False  # a gradient of which other ranks still hold local sums
+    is_original = False  # a gradient as backward left it, and not one that somebody has assigned
     is_cleared = False  # stands for a gradient that is gone
     is_used_up = False  # a gradient whose memory the step has taken for something else
     is_being_read = False  # a gradient, perhaps, by an update under way; it may not be changed before that is over
@@ -187,6 +189,18 @@ class ShardedParameter(ShardedTensor):
     """
 
     _is_param = True  # what nn.Parameter's instance check looks for, as for every custom parameter tensor
+    behind: weakref.ref[Tensor] | None = None  # the Parameter that autograd knows, whose gradients pass through hooks
+
+    def register_hook(self, hook: Any) -> Any:
+        """As on the Parameter that is in the module during forward: the hook gets this rank's own whole gradient."""
+        whole = None if self.behind is None else self.behind()
+        return super().register_hook(hook) if whole is None else whole.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        whole = None if self.behind is None else self.behind()
+        if whole is None:
+            return super().register_post_accumulate_grad_hook(hook)
+        return whole.register_post_accumulate_grad_hook(hook)
 
 
 def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -224,8 +238,9 @@ def _run_on_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise RuntimeError(moved(first._spec))  # Module.to and its kin, which go through parameters and gradients
     if rule.kind is Kind.SAME_DATA:
         return ShardedTensor(first._local, first._spec)
-    if not first.is_cleared:
-        first._spec.step.look(first._local)
+    for tensor in _sharded_in(args, kwargs):  # each by its own model: an average has no update, what it follows has one
+        if tensor._spec.step.is_under_way and not tensor.is_cleared:
+            tensor._spec.step.look(tensor._local)
     changed = [kwargs.get(place) if isinstance(place, str) else args[place] for place in rule.written]
     written = [tensor for each in changed for tensor in (each if isinstance(each, (list, tuple)) else (each,))]
     _wait_for_readers(written)

@@ -19,6 +19,8 @@ _shown_version       the whole masters that `full_params` shows in place of the 
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -266,6 +268,7 @@ class Slab(FlatParameters):
             entry.face = face
         else:  # cut anew: the optimizer may hold the face already
             torch.utils.swap_tensors(entry.face, face)
+        entry.face.behind = weakref.ref(entry.parameter)
         if self.dtypes.has_master:
             entry.parameter._master = entry.face  # type: ignore[attr-defined]  # for zf.full
         return entry.face

@@ -35,6 +35,7 @@ class AwaySlab(Slab):
     def __init__(self, unit: str, entries: list[Entry], home: Home) -> None:
         super().__init__(unit, entries, home)
         self.moments: dict[str, Tensor] = {}
+        self._begun: set[tuple[str, int]] = set()  # the parts of them that were in use
         self.streamed: frozenset[int] = frozenset()  # parameters whose states come to the device to be updated
 
     def _deal(self) -> Tensor:
@@ -72,6 +73,16 @@ class AwaySlab(Slab):
         if name not in self.moments:
             self.moments[name] = self._take(self.tier, dtype, "optimizer")
         return self.moments[name]
+
+    def new_moment(self, name: str, dtype: torch.dtype, index: int) -> Tensor:
+        """One parameter's part of it, zeros again where it was somebody's before: its states may be cleared, by hand or
+        by a checkpoint that has none."""
+        piece = self.layout.pieces(self.place)[index]
+        room = self.moment(name, dtype)[piece.shard_start : piece.shard_stop]
+        if (name, index) in self._begun:
+            room.zero_()
+        self._begun.add((name, index))
+        return room
 
     @property
     def is_kept(self) -> bool:

@@ -196,12 +196,12 @@ def _complete_state(engine: Engine, optimizer: torch.optim.Optimizer, place: _Pl
         held = state.get(name)
         if _is_ready(held, slab, name):
             continue
-        room = torch.zeros_like(face.raw_local, dtype=dtype)
         if isinstance(slab, AwaySlab):
-            piece = slab.layout.pieces(slab.place)[number]
-            room = face.spec.shaped(slab.moment(name, dtype)[piece.shard_start : piece.shard_stop])
-        if held is not None:  # loaded or handed over: whole, in another dtype, or in other memory
             engine.step.look(slab.raw_shard)  # which may have begun to be updated
+            room = face.spec.shaped(slab.new_moment(name, dtype, number))
+        else:
+            room = torch.zeros_like(face.raw_local, dtype=dtype)
+        if held is not None:  # loaded or handed over: whole, in another dtype, or in other memory
             room.copy_(held.local if isinstance(held, ShardedTensor) else face.spec.cut(held))
         state[name] = ShardedTensor(room, face.spec)
     if not isinstance(state["step"], Tensor):
