@@ -142,6 +142,7 @@ class Engine:
         self.inside: Counts | None = None
         """Counts what the ranks of a tensor axis send each other, where there is one."""
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.groups_taken_in: list[Callable[[], None]] = []  # of each: groups that were added since go onto pieces
         self._changing: list[Slab] = []  # in the step under way
         self.last_step: StepInfo | None = None
         self._places: dict[int, tuple[Slab, int]] = {}
@@ -151,6 +152,7 @@ class Engine:
         self.judged_for: set[torch.optim.Optimizer] = set()  # who has stepped by it: once each
         self.is_clipped = False  # those gradients, in place, by the step of one of several optimizers
         self.after_step: list[Callable[[], None]] = []  # steps that were applied
+        self.after_changes: list[Callable[[], None]] = []  # parameters that were taken in
         self.averages: list[object] = []  # of the weights
         self.schedulers: list[Any] = []  # advanced after the steps of attached optimizers
         self.before_change: list[Callable[[], None]] = []  # what must be over before a state may change
@@ -230,6 +232,14 @@ class Engine:
         self.changes.take_in(self.hooks)
         if self.changes.count != before:
             self.boundary.look(self.model)
+            for follow in self.after_changes:
+                follow()
+
+    def take_in_groups(self) -> None:
+        """What was added to optimizers, as their next step would; after the changes of the model itself."""
+        self.take_in_changes()
+        for take_in in self.groups_taken_in:
+            take_in()
 
     @property
     def checkpoints(self) -> Checkpoints | None:

@@ -65,6 +65,7 @@ class Slab(FlatParameters):
         )
         self.resident: Tensor | None = None  # this rank's piece of what forward computes with, in its own home
         self.moments: dict[str, Tensor] = {}  # the memory of the optimizer's states, where that is not the device's
+        self._begun: set[tuple[str, int]] = set()  # the parts of them that were in use
         self.update: Update | None = None  # of the shard, under way
         self.streamed: frozenset[int] = frozenset()  # parameters whose states come to the device to be updated
         copies = home.groups.copy
@@ -174,6 +175,16 @@ class Slab(FlatParameters):
         if name not in self.moments:
             self.moments[name] = self._take(self.tier, dtype, "optimizer")
         return self.moments[name]
+
+    def new_moment(self, name: str, dtype: torch.dtype, index: int) -> Tensor:
+        """One parameter's part of it, zeros again where it was somebody's before: its states may be cleared, by hand or
+        by a checkpoint that has none."""
+        piece = self.layout.pieces(self.place)[index]
+        room = self.moment(name, dtype)[piece.shard_start : piece.shard_stop]
+        if (name, index) in self._begun:
+            room.zero_()
+        self._begun.add((name, index))
+        return room
 
     def _deal_out(self, flat: Tensor) -> None:
         groups, bounds = self.home.groups, self.layout.bounds

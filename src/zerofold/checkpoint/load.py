@@ -66,7 +66,7 @@ def load(
     where = path_of("path", path)
     check_flags(strict=strict)
     finish_saving(engine)
-    engine.take_in_changes()
+    engine.take_in_groups()  # states are made as the optimizer's pieces are
     if engine.is_swapped or engine.schedule.holders:
         raise RuntimeError("zf.load inside `with zf.full_params(model)` or `average.swapped()`: leave it first")
     job, optimizers = engine.groups.job, optimizers_of(engine, optimizer)

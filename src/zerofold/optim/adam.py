@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,14 @@ from zerofold.slab import Slab
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def why_not_one_pass(optimizer: torch.optim.Optimizer) -> str | None:
-    """None when the one pass does what this optimizer would do; otherwise what stands against it."""
+def why_not_one_pass(
+    optimizer: torch.optim.Optimizer, faces: Mapping[int, tuple[str, Tensor]] | None = None
+) -> str | None:
+    """None when the one pass does what this optimizer would do; otherwise what stands against it.
+
+    `faces` of a model, by which those parameters go that the optimizer still holds whole, and in 16 bits: updated are
+    the masters.
+    """
     # A class that only sets other defaults steps as its parent does. torch wraps the step of each class it meets.
     own = inspect.unwrap(type(optimizer).step)
     if not isinstance(optimizer, torch.optim.Adam) or own is not inspect.unwrap(torch.optim.Adam.step):
@@ -33,8 +40,10 @@ def why_not_one_pass(optimizer: torch.optim.Optimizer) -> str | None:
             if group.get(option):
                 return f"it has no {option}=True"
         for parameter in group["params"]:
-            if parameter.dtype not in STATE_DTYPES:
-                return f"it has no {parameter.dtype}"
+            _, face = (faces or {}).get(id(parameter), ("", parameter))
+            is_updated = face.requires_grad or face.grad is not None
+            if is_updated and face.dtype not in STATE_DTYPES:
+                return f"it has no {face.dtype}"
     return None
 
 
@@ -159,12 +168,12 @@ def _ready_state(
         held = state.get(name)
         if _is_ready(held, slab, name):
             continue
-        room = torch.zeros_like(face.form, dtype=dtype)
         if slab.is_away:
-            piece = slab.layout.pieces(slab.place)[index]
-            room = face.spec.shaped(slab.moment(name, dtype)[piece.shard_start : piece.shard_stop])
-        if held is not None:  # loaded or handed over: whole, in another dtype, or in other memory
             engine.step.look(slab.master)  # which may have begun to be updated
+            room = face.spec.shaped(slab.new_moment(name, dtype, index))
+        else:
+            room = torch.zeros_like(face.form, dtype=dtype)
+        if held is not None:  # loaded or handed over: whole, in another dtype, or in other memory
             room.copy_(held.local if isinstance(held, ShardedTensor) else face.spec.cut(held))
         state[name] = ShardedTensor(room, face.spec)
     if not isinstance(state["step"], Tensor):

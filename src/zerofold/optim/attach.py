@@ -89,7 +89,7 @@ def _check_file(engine: Engine, optimizer: torch.optim.Optimizer, options: StepO
     held = [known[id(p)][1] for group in optimizer.param_groups for p in group["params"] if id(p) in known]
     if not any(id(face) in faces for face in held):
         return
-    reason = "one_pass=False rules it out" if options.one_pass is False else why_not_one_pass(optimizer)
+    reason = "one_pass=False rules it out" if options.one_pass is False else why_not_one_pass(optimizer, known)
     if reason is not None:
         raise ValueError(
             f"offload: states in a file need the one-pass update, and {reason}; use 'optimizer': 'host', or with "
@@ -99,7 +99,7 @@ def _check_file(engine: Engine, optimizer: torch.optim.Optimizer, options: StepO
 
 def _check_one_pass(engine: Engine, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
     needed = options.one_pass or engine.precision.needs_one_pass
-    reason = why_not_one_pass(optimizer) if needed else None
+    reason = why_not_one_pass(optimizer, engine.faces()) if needed else None
     if needed and options.one_pass is False:
         reason = "one_pass=False rules it out"
     if needed and not any(isinstance(face, ShardedParameter) for _, face in engine.trained_faces()):
@@ -170,15 +170,18 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
     _ask_grad_scalers(engine, optimizer)
     known = len(optimizer.param_groups), engine.changes.count
 
-    def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def take_in_groups() -> None:
         nonlocal known
-        engine.end_step()  # of another optimizer, or one that raised
         now = len(optimizer.param_groups), engine.changes.count
         if now != known:  # a group was added, or parameters were cut anew
             _check_groups(optimizer, optimizer.param_groups, engine.faces())
             _check_kind(engine, optimizer)
             put_onto_pieces(engine, optimizer)
             known = now
+
+    def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        engine.end_step()  # of another optimizer, or one that raised
+        take_in_groups()
         itself, *positional = args
         closure = kwargs.get("closure", positional[0] if positional else None)
         if closure is None:
@@ -197,6 +200,7 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
         # A state dict from elsewhere has whole tensors; each rank keeps its range of them.
         optimizer.register_load_state_dict_post_hook(recut),
     ]
+    engine.groups_taken_in.append(take_in_groups)
     engine.on_close.append(partial(_end, optimizer, hooks))
 
 
