@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +28,7 @@ import zerofold as zf
 from zerofold.checkpoint.commit import TEMPORARY
 from zerofold.checkpoint.manifest import DIGEST, MANIFEST
 from zerofold.checkpoint.native import verify_native
+from zerofold.checkpoint.plan import Fill
 
 
 def spoilings(file: Path, generator: random.Random) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -289,3 +293,46 @@ def test_a_full_disk_leaves_the_older_checkpoint(ranks: RankPool, tmp_path: Path
             assert names == ["filler", "latest", "save-00000001"]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def die(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_in_a_save(folder: Path) -> str:
+    model = zf.shard(torch.nn.Linear(16, 16), stage=3)
+    zf.save(model, None, folder)
+    if dist.get_rank() == 1:
+        mock.patch("zerofold.checkpoint.files.os.fsync", die).start()
+    try:
+        zf.save(model, None, folder)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_dies_in_a_save_is_named_and_the_older_checkpoint_is_there(ranks: RankPool, tmp_path: Path) -> None:
+    said, dead = ranks(2, dies_in_a_save, tmp_path, expect_error=True)
+    assert "ProcessDied" in dead
+    assert said.startswith(
+        "CommError: rank 0: all_reduce of unit 'save' failed, because rank 1 does not answer any more"
+    )
+    assert verify_native(tmp_path) == []
+    assert (tmp_path / "latest").read_text() == "save-00000001\n"
+
+
+def unreadable_at_the_end(folder: Path) -> str:
+    model = zf.shard(torch.nn.Linear(16, 16), stage=3)
+    zf.save(model, None, folder)
+    failing = mock.patch.object(Fill, "run", side_effect=OSError(errno.EIO, "Input/output error"))
+    with failing if dist.get_rank() == 1 else nullcontext():
+        message = raised(zf.load, model, None, folder)
+    zf.load(model, None, folder)
+    zf.close(model)
+    return message
+
+
+def test_a_disk_that_fails_half_way_is_told_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks(2, unreadable_at_the_end, tmp_path):
+        assert message.startswith(f"CheckpointError: rank 1 could read only a part of {tmp_path / 'save-00000001'}")
+        assert "load it again" in message

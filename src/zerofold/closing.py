@@ -70,6 +70,7 @@ def end(engine: Engine, *, gather: bool = True) -> None:
     engine.end_groups()
     # They lead back here: all of this would wait for the garbage collector, with the model's memory.
     engine.averages, engine.after_step = [], []
+    engine.after_changes, engine.groups_taken_in = [], []
     for slab in engine.slabs():
         slab.update = None
     if wants_values and failure is not None:

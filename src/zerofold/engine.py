@@ -134,12 +134,14 @@ class Engine:
         self.inside: Counts | None = None
         """Counts what the ranks of a tensor axis send each other, where there is one."""
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.groups_taken_in: list[Callable[[], None]] = []  # of each: groups that were added since go onto pieces
         self._changing: list[Slab] = []  # in the step under way
         self.verdict: Verdict | None = None  # on the gradients of the last step
         self._places: dict[int, tuple[Slab, int]] = {}
         self._in_order: list[tuple[str, Tensor]] = []
         self._places_of = -1  # the count of changes for which they hold
         self.after_step: list[Callable[[], None]] = []  # steps that were applied
+        self.after_changes: list[Callable[[], None]] = []  # parameters that were taken in
         self.averages: list[object] = []  # of the weights
         self.is_swapped = False  # an average's values are in the model for a while, in place of the weights
         self.schedulers: list[Any] = []  # advanced after the steps of attached optimizers
@@ -239,6 +241,14 @@ class Engine:
         self.changes.take_in(self.hooks)
         if self.changes.count != before:
             self.boundary.look(self.model)
+            for follow in self.after_changes:
+                follow()
+
+    def take_in_groups(self) -> None:
+        """What was added to optimizers, as their next step would; after the changes of the model itself."""
+        self.take_in_changes()
+        for take_in in self.groups_taken_in:
+            take_in()
 
     @property
     def checkpoints(self) -> Checkpoints | None:

@@ -54,6 +54,8 @@ class Job:
                 written: dict[str, Any] | str = self._write(image)
             except Exception as error:
                 written = message_of(error)
+            if isinstance(image, Image):  # in training's own group, whose watch names a rank that does not come
+                self._job.all_reduce(torch.zeros(1), unit="save").wait()
             self._conclude(group, written)
         except Exception as error:
             self._saving.fail(error)
@@ -82,11 +84,18 @@ class Job:
         """Rank 0 takes everybody's word and makes it a checkpoint, or tells everybody why not."""
         root = dist.get_global_rank(group, 0)
         tables: list[Any] | None = [None] * self._job.size if self._job.rank == 0 else None
-        dist.gather_object(written, tables, dst=root, group=group)
         outcome: list[str | None] = [None]
-        if tables is not None:
-            outcome = [self._commit(tables)]
-        dist.broadcast_object_list(outcome, src=root, group=group)
+        try:
+            dist.gather_object(written, tables, dst=root, group=group)
+            if tables is not None:
+                outcome = [self._commit(tables)]
+            dist.broadcast_object_list(outcome, src=root, group=group)
+        except RuntimeError as error:
+            # Who that is training finds out: its watch asks all ranks, and might take one that computes for idle here.
+            raise CheckpointError(
+                f"rank {self._job.rank} lost the others while it was being saved, most likely because a process ended; "
+                f"earlier checkpoints are as they were. Cause: {error}"
+            ) from error
         if outcome[0] is not None:
             raise CheckpointError(outcome[0])
 

@@ -66,7 +66,7 @@ def load(
     where = path_of("path", path)
     check_flags(strict=strict)
     finish_saving(engine)
-    engine.take_in_changes()
+    engine.take_in_groups()  # states are made as the optimizer's pieces are
     if engine.is_swapped or engine.schedule.holders:
         raise RuntimeError("zf.load inside `with zf.full_params(model)` or `average.swapped()`: leave it first")
     job, optimizers = engine.groups.job, optimizers_of(engine, optimizer)
@@ -89,7 +89,7 @@ def load(
     check_schedulers(engine, contents, given, optimizers)
     engine.settle()
     all_or_nothing(job, partial(changes_around, engine, contents, given, data, optimizers))
-    together(job, lambda: _fill(plan))
+    together(job, lambda: _fill(plan, contents.where, job.rank))
     for slab in engine.slabs():
         slab.mark_changed()
     engine.schedule.refresh()
@@ -120,11 +120,17 @@ def _look(
     return contents, together(job, make)
 
 
-def _fill(plan: Plan) -> None:
-    with torch.no_grad(), ThreadPoolExecutor(threads_here()) as pool:
-        list(pool.map(lambda fill: fill.run(), plan.fills))
-    for restore in plan.restores:
-        restore()
+def _fill(plan: Plan, where: str, rank: int) -> None:
+    try:
+        with torch.no_grad(), ThreadPoolExecutor(threads_here()) as pool:
+            list(pool.map(lambda fill: fill.run(), plan.fills))
+        for restore in plan.restores:
+            restore()
+    except (OSError, CheckpointError) as error:  # it was whole a moment ago
+        raise CheckpointError(
+            f"rank {rank} could read only a part of {where}, so the model has a part of it now: load it again, or "
+            f"another, before it is used ({error})"
+        ) from error
 
 
 def _no_way_out(damaged: list[str], path: Path) -> str:

@@ -40,11 +40,12 @@ def plan_optimizers(
         name: (saved, group) for saved in contents.optimizers for group in saved.groups for name in group["params"]
     }
     kinds = {saved.kind for saved in contents.optimizers}
-    for optimizer in optimizers:
+    for index, optimizer in enumerate(optimizers):
         needed = _needed(optimizer) if kinds != {type(optimizer).__name__} else frozenset()
-        for group in optimizer.param_groups:
+        for place, group in enumerate(optimizer.param_groups):
             members = [(p, _saved_name(names[id(p)], contents, places)) for p in group["params"] if id(p) in names]
-            _plan_group(plan, contents, optimizer, group, [places[name] for _, name in members if name in places])
+            there = [places[name] for _, name in members if name in places]
+            _plan_group(plan, contents, optimizer, group, there if members else _of_nobody(contents, index, place))
             lost = [names[id(p)] for p, name in members if name not in places]
             if lost:
                 report(plan, contents, [f"optimizer state of {lost[0]}"], [], strict=strict)
@@ -55,6 +56,13 @@ def plan_optimizers(
     for optimizer, saved in zip(optimizers, contents.optimizers, strict=False):
         if saved.kind == type(optimizer).__name__:
             plan.restores.append(partial(optimizer.state.update, saved.others))
+
+
+def _of_nobody(contents: Contents, index: int, place: int) -> list[tuple[OptimizerContents, dict[str, Any]]]:
+    """A group without parameters, or with empty ones alone, is known by its place: its learning rate is shown too."""
+    groups = contents.optimizers[index].groups if index < len(contents.optimizers) else []
+    is_there = place < len(groups) and not groups[place]["params"]
+    return [(contents.optimizers[index], groups[place])] if is_there else []
 
 
 def _needed(optimizer: torch.optim.Optimizer) -> frozenset[str]:

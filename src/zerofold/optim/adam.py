@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,8 +24,14 @@ from zerofold.slab_away import AwaySlab
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def why_not_one_pass(optimizer: torch.optim.Optimizer) -> str | None:
-    """None when the one pass does what this optimizer would do; otherwise what stands against it."""
+def why_not_one_pass(
+    optimizer: torch.optim.Optimizer, faces: Mapping[int, tuple[str, Tensor]] | None = None
+) -> str | None:
+    """None when the one pass does what this optimizer would do; otherwise what stands against it.
+
+    `faces` of a model, by which those parameters go that the optimizer still holds whole, and in 16 bits: updated are
+    the masters.
+    """
     # A class that only sets other defaults steps as its parent does. torch wraps the step of each class it meets.
     own = inspect.unwrap(type(optimizer).step)
     if not isinstance(optimizer, torch.optim.Adam) or own is not inspect.unwrap(torch.optim.Adam.step):
@@ -34,8 +41,10 @@ def why_not_one_pass(optimizer: torch.optim.Optimizer) -> str | None:
             if group.get(option):
                 return f"it has no {option}=True"
         for parameter in group["params"]:
-            if parameter.dtype not in STATE_DTYPES:
-                return f"it has no {parameter.dtype}"
+            _, face = (faces or {}).get(id(parameter), ("", parameter))
+            is_updated = face.requires_grad or face.grad is not None
+            if is_updated and face.dtype not in STATE_DTYPES:
+                return f"it has no {face.dtype}"
     return None
 
 

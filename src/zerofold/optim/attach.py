@@ -26,15 +26,18 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
     _ask_grad_scalers(engine, optimizer)
     known = len(optimizer.param_groups), engine.changes.count
 
-    def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def take_in_groups() -> None:
         nonlocal known
-        engine.end_step()  # of another optimizer, or one that raised
         now = len(optimizer.param_groups), engine.changes.count
         if now != known:  # a group was added, or parameters were cut anew
             check_groups(optimizer, engine.faces())
             check_kind(engine, optimizer)
             put_onto_pieces(engine, optimizer)
             known = now
+
+    def before_step(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        engine.end_step()  # of another optimizer, or one that raised
+        take_in_groups()
         itself, *positional = args
         closure = kwargs.get("closure", positional[0] if positional else None)
         if closure is None:
@@ -53,6 +56,7 @@ def attach_optimizer(engine: Engine, optimizer: torch.optim.Optimizer, options: 
         # A state dict from elsewhere has whole tensors; each rank keeps its range of them.
         optimizer.register_load_state_dict_post_hook(recut),
     ]
+    engine.groups_taken_in.append(take_in_groups)
     engine.on_close.append(partial(_end, optimizer, hooks))
 
 

@@ -84,7 +84,7 @@ def _check_file(engine: Engine, optimizer: torch.optim.Optimizer, options: StepO
     held = [known[id(p)][1] for group in optimizer.param_groups for p in group["params"] if id(p) in known]
     if not any(id(face) in faces for face in held):
         return
-    reason = "one_pass=False rules it out" if options.one_pass is False else why_not_one_pass(optimizer)
+    reason = "one_pass=False rules it out" if options.one_pass is False else why_not_one_pass(optimizer, known)
     if reason is not None:
         raise ValueError(
             f"offload: states in a file need the one-pass update, and {reason}; use 'optimizer': 'host', or with "
@@ -94,7 +94,7 @@ def _check_file(engine: Engine, optimizer: torch.optim.Optimizer, options: StepO
 
 def _check_one_pass(engine: Engine, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
     needed = options.one_pass or engine.precision.needs_one_pass
-    reason = why_not_one_pass(optimizer) if needed else None
+    reason = why_not_one_pass(optimizer, engine.faces()) if needed else None
     if needed and options.one_pass is False:
         reason = "one_pass=False rules it out"
     if needed and not any(isinstance(face, ShardedParameter) for _, face in engine.trained_faces()):

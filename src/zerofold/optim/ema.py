@@ -41,6 +41,7 @@ class EMA:
         self._look()
         self._engine.averages.append(self)
         self._engine.after_step.append(self.update)
+        self._engine.after_changes.append(self._look)  # not first when somebody asks: saving would change the average
 
     def _look(self) -> None:
         """Slabs may have come since, for modules attached or parameters unfrozen; they start from what they are."""

@@ -113,32 +113,49 @@ def keeps(optimizer: torch.optim.Optimizer) -> Keeps:
 def _states_of_a_step(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for group in optimizer.param_groups:
-        parameter = torch.nn.Parameter(torch.ones(_ROWS, _COLUMNS))
-        parameter.grad = torch.ones(_ROWS, _COLUMNS)
-        twin = _twin(optimizer, group, [parameter])
-        twin.state = defaultdict(dict)  # not what it has: that may come from elsewhere
-        twin.step()
-        found |= twin.state[parameter]
+        start, gradient = torch.ones(_ROWS, _COLUMNS), torch.ones(_ROWS, _COLUMNS)
+        (parameter,), state = _stepped(optimizer, group, [start], [[gradient]])
+        found |= state[parameter]
     return found
 
 
 def _steps(optimizer: torch.optim.Optimizer, group: dict[str, Any], start: Any, gradients: list[Any]) -> list[Tensor]:
-    parameters = [torch.nn.Parameter(value.clone()) for value in start]
-    twin = _twin(optimizer, group, parameters)
+    return [parameter.detach() for parameter in _stepped(optimizer, group, start, gradients)[0]]
+
+
+class _Stepped(NamedTuple):
+    parameters: list[torch.nn.Parameter]
+    state: Any
+
+
+def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], start: Any, gradients: list[Any]) -> _Stepped:
+    """From no states, since those it has may be of another kind for another shape, or have come from elsewhere. Only
+    where it makes them in __init__ (Adagrad), which no twin runs, from the like of what it has."""
+    try:
+        return _run(_twin(optimizer, group, start), gradients)
+    except Exception:
+        held = [p for p in group["params"] if optimizer.state.get(p)]
+        if not held:
+            raise
+        twin = _twin(optimizer, group, start)
+        _give_states(optimizer, max(held, key=lambda p: p.dim()), twin)
+        return _run(twin, gradients)
+
+
+def _run(twin: torch.optim.Optimizer, gradients: list[Any]) -> _Stepped:
+    parameters = twin.param_groups[0]["params"]
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         twin.step()
-    return [parameter.detach() for parameter in parameters]
+    return _Stepped(parameters, twin.state)
 
 
-def _twin(
-    optimizer: torch.optim.Optimizer, like: dict[str, Any], parameters: list[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
+def _twin(optimizer: torch.optim.Optimizer, like: dict[str, Any], start: Any) -> torch.optim.Optimizer:
     """The same optimizer with one group's settings on other parameters, without hooks and without running __init__."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    group = {**like, "params": parameters}
+    group = {**like, "params": [torch.nn.Parameter(value.clone()) for value in start]}
     for implementation in ("fused", "foreach", "capturable"):
         if group.get(implementation):
             group[implementation] = False
@@ -149,18 +166,18 @@ def _twin(
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
     twin.__dict__.pop("step", None)  # LR schedulers put a counting wrapper on the instance
-    with_state = [p for p in like["params"] if optimizer.state.get(p)]
-    if with_state:
-        held = max(with_state, key=lambda p: p.dim())
-        scalars = scalar_states(optimizer)
-        for parameter in parameters:
-            twin.state[parameter] = {
-                key: _small(value, parameter, per_element=key not in scalars and value.shape == held.shape)
-                if isinstance(value, Tensor)
-                else value
-                for key, value in optimizer.state[held].items()
-            }
     return twin
+
+
+def _give_states(optimizer: torch.optim.Optimizer, held: Any, twin: torch.optim.Optimizer) -> None:
+    scalars = scalar_states(optimizer)
+    for parameter in twin.param_groups[0]["params"]:
+        twin.state[parameter] = {
+            key: _small(value, parameter, per_element=key not in scalars and value.shape == held.shape)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in optimizer.state[held].items()
+        }
 
 
 def _small(value: Tensor, parameter: Tensor, *, per_element: bool) -> Tensor:
