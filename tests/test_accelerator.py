@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import warnings
@@ -542,3 +543,37 @@ def test_an_error_inside_a_property_is_not_taken_for_a_missing_name() -> None:
         _ = accelerator.own
     with pytest.raises(AttributeError, match="zf.Accelerator has no 'own_too'"):
         _ = accelerator.own_too
+
+
+def its_own_logger() -> list[str]:
+    from accelerate.logging import get_logger
+    from accelerate.state import PartialState
+
+    PartialState._reset_state()
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    with pytest.MonkeyPatch.context() as patch:  # as a launcher does
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}.items():
+            patch.setenv(name, value)
+        accelerator = Accelerator(cpu=True)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = get_logger("of a script")
+    logger.logger.addHandler(handler)
+    logger.logger.setLevel("INFO")
+    logger.info("once")
+    logger.info(accelerator.state, main_process_only=False)
+    logger.logger.removeHandler(handler)
+    PartialState._reset_state()
+    return lines
+
+
+def test_accelerates_logger_and_what_is_logged_first(ranks: Any) -> None:
+    """Every one of Transformers' examples without the Trainer does this."""
+    pytest.importorskip("accelerate")
+    first, second = ranks(2, its_own_logger)
+    assert first[0] == "[RANK 0] once"
+    assert len(first) == 2
+    (line,) = second
+    assert "process_index=1" in line
+    assert "deepspeed_plugin=None" in line

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -20,8 +21,24 @@ KINDS = {"cuda": "GPU"}
 """What Accelerate calls kinds of devices, where that is another name."""
 
 
+@dataclass(frozen=True)
+class State:
+    """What Accelerate's scripts log at the start, and ask for plugins, of which there are none."""
+
+    distributed_type: str
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    device: torch.device
+    mixed_precision: str
+    deepspeed_plugin: None = None
+    fsdp_plugin: None = None
+
+
 class Ranks:
     """Numbers of this rank, its device, and what one rank does before or instead of the others."""
+
+    mixed_precision: str
 
     def __init__(self, *, cpu: bool) -> None:
         self._started_group = not dist.is_initialized()
@@ -30,6 +47,21 @@ class Ranks:
         else:
             self.device = torch.device("cpu") if cpu else group_device()
         self._triggered = False
+        accelerate: Any = sys.modules.get("accelerate.state")
+        if accelerate is not None:
+            # Its loggers and helpers ask there, and raise where no Accelerator of its own has been made.
+            accelerate.PartialState(cpu=self.device.type == "cpu")
+
+    @property
+    def state(self) -> State:
+        return State(
+            self.distributed_type,
+            self.num_processes,
+            self.process_index,
+            self.local_process_index,
+            self.device,
+            self.mixed_precision,
+        )
 
     @property
     def num_processes(self) -> int:
