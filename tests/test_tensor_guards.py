@@ -287,3 +287,36 @@ def test_tensor_parallel_comes_before_prepare(ranks: Any, stage: int) -> None:
         assert (
             said == "ValueError: this model is already sharded: call zf.tensor_parallel before zf.prepare or zf.shard"
         )
+
+
+def train_otherwise(axis: str, what: str) -> str:
+    """Rank 1 by numbers of its own."""
+    mesh, other = zf.mesh(device="cpu", **{axis: 2}), dist.get_rank() == 1
+    model: Any = GPT(GPTConfig(layers=2, hidden=8, heads=2, seq=4, vocab=WORDS))
+    placed = model
+    if axis == "pipeline":
+        placed = zf.pipeline(model, mesh, microbatches=2, loss_fn=lambda output, target: output.mean())
+    zf.shard(placed, stage=1, mesh=mesh)
+    optimizer = torch.optim.SGD(placed.parameters(), lr=0.2 if what == "lr" and other else 0.1)
+    clip = 1.0 if what == "clip" and other else 0.5
+    if what != "frozen":
+        return raised(zf.attach, placed, optimizer, clip=clip)
+    zf.attach(placed, optimizer, clip=clip)
+    model(torch.zeros(1, 4, dtype=torch.long))
+    model.blocks[0].requires_grad_(not other)
+    return raised(model, torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("axis", "what", "said"),
+    [
+        ("tensor", "lr", "rank 1 holds a part of one model with others"),
+        ("pipeline", "clip", "it has 'clip=1.0' where others have 'clip=0.5'; give the same numbers on every rank"),
+        ("tensor", "frozen", "train different parameters: rank 0 trains 20 of them, rank 1 12; freeze and thaw"),
+    ],
+)
+def test_ranks_that_train_one_model_in_different_ways_are_told(ranks: Any, axis: str, what: str, said: str) -> None:
+    """What they hold alike, such as norms, would differ from then on."""
+    for message in ranks(2, train_otherwise, axis, what):
+        assert message.startswith("ValueError: rank")
+        assert said in message

@@ -28,6 +28,7 @@ from zerofold.loss_scale import LossScaler
 from zerofold.materialise import Materialiser
 from zerofold.memory import BufferPool, StorageCache, Transfers
 from zerofold.offloading import Offloading
+from zerofold.parallel.marks import HoldsStages
 from zerofold.parallel.mesh import Mesh
 from zerofold.placement import Row
 from zerofold.plan.states import Widths, keeps_sums
@@ -308,6 +309,8 @@ class Engine:
     def of(model: nn.Module) -> Engine:
         engine = getattr(model, ATTRIBUTE, None)
         if not isinstance(engine, Engine):
+            if isinstance(model, HoldsStages):
+                raise TypeError("a pipeline is no module: give pipe.model")
             raise ValueError(f"this {type(model).__name__} is not sharded: call zf.prepare or zf.shard on it first")
         return engine
 

@@ -32,10 +32,10 @@ from zerofold.memory.buffers import default_buffer_bytes
 from zerofold.observe.out_of_memory import HEADING, Needs, add_note, explain_out_of_memory
 from zerofold.offload.wishes import OffloadChoice, read_offload
 from zerofold.optim.attach import attach_optimizer
-from zerofold.optim.checks import check_optimizers, told_of_steps
+from zerofold.optim.checks import check_optimizers, check_same_over_the_model, told_of_steps
 from zerofold.optim.cost import update_cost
 from zerofold.optim.step import StepOptions
-from zerofold.parallel.marks import HoldsStages, is_cut_into_stages
+from zerofold.parallel.marks import HoldsStages, is_cut_into_stages, tensor_ranks
 from zerofold.parallel.mesh import PIPELINE, TENSOR, Mesh
 from zerofold.precision import Precision, policy_of
 from zerofold.sharding import Load, choose_sharding, find_values, materialiser_of, offloading_of
@@ -252,7 +252,7 @@ def shard(
 
 
 def attach(
-    model: nn.Module,
+    model: nn.Module | HoldsStages,
     optimizer: Opt,
     *others: torch.optim.Optimizer,
     clip: float | None = None,
@@ -260,7 +260,8 @@ def attach(
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     one_pass: bool | None = None,
 ) -> Opt:
-    """Re-bases an optimizer built on the model's parameters onto this rank's pieces, in place.
+    """Re-bases an optimizer built on the model's parameters onto this rank's pieces, in place. `model` may be a
+    `zf.pipeline`.
 
     Parameter groups, schedulers and existing state are kept; the same object comes back. Several optimizers that
     share the parameters among them are attached in one call. Every step first looks whether all gradients are finite
@@ -279,6 +280,7 @@ def attach(
     True
     >>> zf.close(model)
     """
+    model = _placed(model)
     engine = Engine.of(model)
     engine.take_in_changes()
     everyone: list[torch.optim.Optimizer] = [optimizer, *others]
@@ -287,6 +289,7 @@ def attach(
     agree(engine.groups.job, lambda: check_optimizers(engine, everyone, options))
     told = told_of_steps(everyone, options)
     agree(engine.groups.job, lambda: check_same_on_all_ranks(engine.groups.control, told))
+    agree(engine.groups.job, lambda: check_same_over_the_model(engine.groups.model, told, tensor_ranks(model)))
     for each in everyone:
         attach_optimizer(engine, each, options if each is everyone[-1] else replace(options, scheduler=None))
     return optimizer

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zerofold.comm import Comm
 from zerofold.engine import Engine
 from zerofold.optim.adam import why_not_one_pass
 from zerofold.optim.probe import why_not_by_parameter, why_not_elementwise
 from zerofold.optim.step import StepOptions
 from zerofold.placement import Tier
 from zerofold.sharded import ShardedParameter
+
+_OPTIONS = 3
+"""Lines of `told_of_steps` that do not depend on which parameters a rank has."""
 
 
 def check_optimizers(engine: Engine, optimizers: list[torch.optim.Optimizer], options: StepOptions) -> None:
@@ -42,11 +46,29 @@ def told_of_steps(optimizers: list[torch.optim.Optimizer], options: StepOptions)
     """What ranks must have alike, for each updates its part of the model: a learning rate that a rank made of its own
     share of the data would train every part in another way."""
     lines = [f"clip={options.clip}", f"clip_value={options.clip_value}", f"one_pass={options.one_pass}"]
+    assert len(lines) == _OPTIONS
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             lines.append(f"{type(optimizer).__name__}, group {number}, {len(group['params'])} parameters")
             lines += [f"{key}={value}" for key, value in group.items() if isinstance(value, (int, float))]
     return lines
+
+
+def check_same_over_the_model(model: Comm | None, lines: list[str], ranks: int) -> None:
+    """As `told_of_steps` says them, of those who hold one copy of the model: `ranks` at a time share the inside of
+    every layer, and other stages of a pipeline have other parameters.
+    """
+    everyone = [] if model is None else model.all_gather_objects(lines)
+    for index, theirs in enumerate(everyone):
+        first = index // ranks * ranks
+        pairs = [*zip(everyone[0][:_OPTIONS], theirs, strict=False)]
+        pairs += zip([*everyone[first], "nothing more"], [*theirs, "nothing more"], strict=False)
+        ours, other = next(((a, b) for a, b in pairs if a != b), ("", ""))
+        if model is not None and ours != other:
+            raise ValueError(
+                f"rank {model.global_ranks[index]} holds a part of one model with others and would train it in another "
+                f"way: it has '{other}' where others have '{ours}'; give the same numbers on every rank"
+            )
 
 
 def _check_options(options: StepOptions, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -56,7 +56,8 @@ class SameInputs:
     A sampler over all ranks gives each its own batch, and the sums over ranks would then be sums of nothing sensible;
     for tensors of other shapes the ranks would wait for each other for ever.
 
-    every forward   one message over the CPU: in which mode it is, shapes and values of what it is given
+    every forward   one message over the CPU: in which mode it is, how many parameters are trained, shapes and values of
+                    what it is given
     the first       random states as well
     in a pipeline   the first alone: the pipeline looks once for all micro-batches of a step (`Streams`)
 
@@ -83,9 +84,14 @@ class SameInputs:
         elif isinstance(engine, Engine) and not is_first:
             return
         tensors = list(tensors_in((args, kwargs)))
-        seen = _Seen(_mode(model), _shapes(tensors), *self._values(tensors, at_once=is_first))
+        seen = _Seen(_mode(model), _trained(model), _shapes(tensors), *self._values(tensors, at_once=is_first))
         state = checksum([module.get_rng_state() for module in _generators(self.axis)]) if is_first else 0
-        numbers = [zlib.crc32(f"{seen.mode} {seen.shapes}".encode()), seen.values, seen.values_before, state]
+        numbers = [
+            zlib.crc32(f"{seen.mode} {seen.trained} {seen.shapes}".encode()),
+            seen.values,
+            seen.values_before,
+            state,
+        ]
         told = torch.tensor([*numbers, *(-number for number in numbers)])
         comm.all_reduce(told, unit=_UNIT, op=dist.ReduceOp.MAX).wait()
         *same_inputs, same_state = (told[:4] == -told[4:]).tolist()
@@ -120,6 +126,7 @@ class _Seen(NamedTuple):
     """What one rank is given."""
 
     mode: str
+    trained: int  # parameters: one that a rank alone has frozen would differ from then on
     shapes: str
     values: int
     values_before: int  # in the forward before, as far as they have been on a device
@@ -128,6 +135,10 @@ class _Seen(NamedTuple):
 def _mode(model: nn.Module) -> str:
     gradients = "with" if torch.is_grad_enabled() else "without"
     return f"{'training' if model.training else 'evaluation'} {gradients} gradients"
+
+
+def _trained(model: nn.Module) -> int:
+    return sum(parameter.requires_grad for parameter in model.parameters())
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:
@@ -142,6 +153,9 @@ def _difference(ranks: Sequence[int], seen: Sequence[_Seen]) -> str:
     if first.mode != other.mode:
         what, fix = "are at different forwards", "all of them must call it alike, also an evaluation"
         how = f"rank {here} is in {first.mode}, rank {there} in {other.mode}"
+    elif first.trained != other.trained:
+        what, fix = "train different parameters", "freeze and thaw the same ones on all of them"
+        how = f"rank {here} trains {first.trained} of them, rank {there} {other.trained}"
     elif first.shapes != other.shapes:
         how = f"rank {here} has {first.shapes}, rank {there} has {other.shapes}"
     else:
