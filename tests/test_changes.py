@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from tests.models import largest_difference
@@ -302,6 +303,8 @@ def misuse(what: str, stage: int) -> None:
         model.outlet.weight @ torch.ones(WIDTH)
     elif what == "pickled state":
         torch.save(model.state_dict(), io.BytesIO())
+    elif what == "written":
+        safetensors.torch.save(model.state_dict())
     elif what == "attached elsewhere":
         model.layers[1].extra = nn.Linear(2, 2, device="meta")
     elif what == "another rank":
@@ -329,6 +332,7 @@ MISUSES = {
 OF_CUT_PARAMETERS = {
     "used outside": ("'outlet.weight'", "zf.full(p)"),
     "pickled state": ("cannot be pickled", "save model.state_dict()"),
+    "written": ("'inlet.weight' is cut over ranks", "zf.export(model, folder)"),
 }
 
 

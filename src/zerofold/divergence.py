@@ -131,7 +131,8 @@ def find_deadlock(accounts: Accounts) -> str | None:
         parts.append(f"{_ranks(ranks)} {wait} in {call} (call #{position} of the {_name(key)} group{at}), {not_called}")
     return (
         f"ranks wait for each other: {'; '.join(parts)}: a call that all ranks must make (optimizer.step, backward, "
-        "full_params, zf.full) was made by some of them, or a module was attached or unfrozen on some only"
+        "full_params, zf.full) was made by some of them, a module was attached or unfrozen on some only, or generate() "
+        "ended earlier on some (pass synced_gpus=True)"
     )
 
 

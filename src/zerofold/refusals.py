@@ -15,6 +15,10 @@ PICKLING = (
     "a sharded model, or a tensor of it, cannot be pickled: inside `with zf.full_params(model)` save "
     "model.state_dict(), or call zf.close(model) first; zf.full(tensor) gives one whole tensor"
 )
+WRITING = (
+    "is cut over ranks and is no memory to write to a file from: zf.export(model, folder) writes what from_pretrained "
+    "reads; or call save_pretrained or save_file inside `with zf.full_params(model)`"
+)
 
 _NORMS = frozenset({"norm", "linalg_vector_norm", "frobenius_norm", "_foreach_norm"})
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zerofold.dcp_chunks import block_at, chunk_list, write_items
 from zerofold.op_rules import Kind, OpRule, rule_of
-from zerofold.refusals import COPYING, PICKLING, moved, needs_whole, unreduced, used_up
+from zerofold.refusals import COPYING, PICKLING, WRITING, moved, needs_whole, unreduced, used_up
 from zerofold.shard_spec import ShardSpec
 
 aten = torch.ops.aten
@@ -87,6 +87,12 @@ class ShardedTensor(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         """Not the values: something by which tied weights are found, as those do who write files."""
         return self._spec.identity if self._whole is None else self._whole.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Those who ask write to a file from there, as safetensors does, and would report an invalid offset."""
+        if self._whole is None:
+            raise RuntimeError(f"'{self._spec.name}' {WRITING}")
+        return self._whole.data_ptr()
 
     @property
     def data(self) -> Tensor:

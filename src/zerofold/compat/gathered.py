@@ -195,7 +195,8 @@ class _CutByEngine(_Cut):
     def begin(self, modifier: int | None) -> None:
         super().begin(modifier)
         if self._face.requires_grad and not hasattr(self._face, "_refuses_graphs"):
-            self._face._refuses_graphs = self._face.register_hook(self._refuse_gradient)  # type: ignore[attr-defined]
+            # On the face itself: its own register_hook is for the parameter behind it.
+            self._face._refuses_graphs = Tensor.register_hook(self._face, self._refuse_gradient)  # type: ignore[attr-defined]
 
     def keep(self, modifier: int) -> None:
         super().keep(modifier)
