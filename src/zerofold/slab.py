@@ -218,7 +218,7 @@ class Slab(FlatParameters):
         if is_written and self.layout.world == 1:
             return update  # which writes where forward reads
         is_read_from_file = self.tier is Tier.NVME and self.resident is None
-        if not is_written and (self._resident_is_old or self._resident_is_lent or self.is_kept or is_read_from_file):
+        if not is_written and (self._resident_is_old or self.resident_is_lent or self.is_kept or is_read_from_file):
             # A unit can be used before its states are back in memory or in the file (where parameters are kept on the
             # device they may even stay there), and before gradients that nobody wants any more have come down to where
             # its parameters go.
@@ -264,7 +264,7 @@ class Slab(FlatParameters):
             raise
 
     def _bring(self, target: Tensor) -> None:
-        source = self._shard if self.resident is None or self._resident_is_lent else self.resident
+        source = self._shard if self.resident is None or self.resident_is_lent else self.resident
         if source is self.resident and self._resident_is_old:
             source.copy_(self._shard)
             self._resident_version = self.version
@@ -276,14 +276,14 @@ class Slab(FlatParameters):
             part.copy_(some.to(target.device, non_blocking=True))  # cast where that is fast
 
     @property
-    def _resident_is_lent(self) -> bool:
+    def resident_is_lent(self) -> bool:
         """A gradient is in its place."""
         return isinstance(self.gradients, AwayGradients) and self.gradients.is_in_place_of_parameters
 
     @property
     def _resident_is_old(self) -> bool:
         """It has to be made anew: the last step was skipped, or somebody else than the update changed the master."""
-        if self.resident is None or self._resident_is_lent:
+        if self.resident is None or self.resident_is_lent:
             return False
         return self._resident_version != self.version or bool(self._spoiled)
 

@@ -55,6 +55,7 @@ def parameter_nbytes(slab: Slab) -> int:
     """What forward computes with and stays. A master counts with the optimizer's states."""
     if is_temporary(slab):
         kept = 0 if slab.dtypes.has_master else slab.master.nbytes
+        kept += 0 if slab.resident is None or slab.resident_is_lent else slab.resident.nbytes
     else:
         kept = slab.storage.nbytes
     return kept + (0 if slab.copy is None else slab.copy.nbytes)
