@@ -125,3 +125,5 @@ def test_a_model_alone_has_its_states_planned() -> None:
 
 def test_tokens_are_those_of_the_example() -> None:
     assert build_function("tests.test_plan_examples:with_example").tokens == 12
+    with pytest.raises(ValueError, match="--seq 24: --function .* their own length; leave it out"):
+        build_function("tests.test_plan_examples:with_example", seq=24)

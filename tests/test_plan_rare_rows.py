@@ -171,3 +171,27 @@ def test_who_sends_nothing_takes_no_buffer() -> None:
     pool.give(large)
     assert pool.take(200, torch.float32, device) is large
     assert pool.nbytes == 1024
+
+
+def held_parameters(offload: Mapping[str, str]) -> list[tuple[int, int]]:
+    """By state, and by tier; before and after a step."""
+    model = make_model(width=72, layers=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zf.prepare(model, optimizer, stage=3, precision="bf16", offload=offload)
+    found = []
+    for batch in batches(2):
+        model(*batch).backward()
+        snapshot = zf.ledger(model).snapshot()
+        by_tier = sum(states.get("parameters", 0) for states in snapshot["tier_bytes"].values())
+        found.append((snapshot["state_bytes"]["parameters"], by_tier))
+        optimizer.step()
+        optimizer.zero_grad()
+    zf.close(model)
+    return found
+
+
+def test_parameters_beside_masters_elsewhere_are_counted(ranks: Any) -> None:
+    """16-bit ones, which forward computes with, are there between steps where their masters are on the host."""
+    for found in ranks(2, held_parameters, HOST):
+        for by_state, by_tier in found:
+            assert by_state == by_tier > 0

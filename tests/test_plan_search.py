@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -10,10 +11,11 @@ import pytest
 from tests.plan_models import H200, gpt
 
 from zerofold.placement import Tier, row
+from zerofold.plan.dividing import divided, divisions
 from zerofold.plan.ground import ground_of
 from zerofold.plan.machine import GB, GIB, Link, Machine
 from zerofold.plan.memory import memory
-from zerofold.plan.point import Prediction
+from zerofold.plan.point import Point, Prediction
 from zerofold.plan.predict import lacks, predict
 from zerofold.plan.presets import preset
 from zerofold.plan.search import AWAY, Search, SearchResult, search, states_fit, weighed
@@ -212,3 +214,14 @@ def test_a_faster_wire_is_never_slower() -> None:
         if slow is not None:
             assert fast is not None
             assert fast.samples_per_second >= slow.samples_per_second * (1 - 1e-9)
+
+
+def test_all_samples_at_once_need_no_local_sums() -> None:
+    """So what fits is not the smaller micro-batches alone: 1 and 9 do here, and 3 does not."""
+    model = gpt(layers=8, hidden=2048, tokens=256, intervals=(1,))
+    point = Point(stage="0", checkpoint_every=1)
+    machine = replace(CLUSTER, devices=2, per_node=2)
+    needs = {at.micro_batch: predict(model, machine, at).memory.device_need for at in divisions(point, 9)}
+    assert max(needs[1], needs[9]) < needs[3]
+    tight = replace(machine, device_memory=math.ceil(max(needs[1], needs[9])))
+    assert divided(model, tight, point, 9).point.micro_batch == 9

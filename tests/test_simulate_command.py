@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import zerofold as zf
 from zerofold.cli import build_app
 from zerofold.simulation.quantities import bytes_per_second, seconds
 
@@ -72,6 +73,18 @@ def test_a_hugging_face_config_is_enough(tmp_path: Path) -> None:
     (point,) = json.loads(result.stdout)["points"]
     assert point["model"] == "llama"
     assert point["exposed"]["all_gather"] > 0
+
+
+def test_a_config_names_its_head_and_what_it_is_fed(tmp_path: Path) -> None:
+    """An encoder with its decoder, not the decoder alone, which is a causal language model too."""
+    sizes = {"vocab_size": 96, "d_model": 32, "max_position_embeddings": 24, "encoder_layers": 2, "decoder_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bart", **sizes}))
+    result = run("--model", str(tmp_path), "--seq", "16", "--batch", "1", "--json")
+    assert result.exit_code == 0, result.output
+    (point,) = json.loads(result.stdout)["points"]
+    assert point["parameters"] == zf.plan(str(tmp_path), seq=16).model.parameters
+    refused = run("--model", str(tmp_path), "--seq", "32")
+    assert "--seq 32 is longer than the 24 positions" in refused.stderr
 
 
 def test_a_function_builds_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

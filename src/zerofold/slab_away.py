@@ -104,7 +104,7 @@ class AwaySlab(Slab):
         is_written = self.is_kept and self._written_version == self.version
         if is_written and self.layout.world == 1:
             return update  # which writes where forward reads
-        makes_anew = self._resident_is_old or self._resident_is_lent or self.is_kept
+        makes_anew = self._resident_is_old or self.resident_is_lent or self.is_kept
         is_read_from_file = self.tier is Tier.NVME and self.resident is None
         if not is_written and (makes_anew or is_read_from_file):
             # The values are made from the shard. A unit can be used before the last update has brought that back to
@@ -151,7 +151,7 @@ class AwaySlab(Slab):
             raise
 
     def _bring(self, target: Tensor) -> None:
-        source = self._shard if self.resident is None or self._resident_is_lent else self.resident
+        source = self._shard if self.resident is None or self.resident_is_lent else self.resident
         if source is self.resident and self._resident_is_old:
             source.copy_(self._shard)
             self._resident_version = self.version
@@ -163,14 +163,14 @@ class AwaySlab(Slab):
             part.copy_(some.to(target.device, non_blocking=True))  # cast where that is fast
 
     @property
-    def _resident_is_lent(self) -> bool:
+    def resident_is_lent(self) -> bool:
         """A gradient that somebody may still want is in its place."""
         return isinstance(self.gradients, AwayGradients) and self.gradients.is_in_place_of_parameters
 
     @property
     def _resident_is_old(self) -> bool:
         """It has to be made anew: the last step was skipped, or something else than the update changed the master."""
-        if self.resident is None or self._resident_is_lent:
+        if self.resident is None or self.resident_is_lent:
             return False
         return self._resident_version != self.version or bool(self._spoiled)
 

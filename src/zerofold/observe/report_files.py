@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 CONFIG, METRICS, LEDGER, TIMELINE = "config.json", "metrics.jsonl", "ledger.json", "timeline.json"
 
 _HOW_TO_GET = {
-    CONFIG: "`zerofold train` writes it at the start of a run",
+    CONFIG: "`zerofold train` writes it at the start of a run, and zf.Run in a loop of your own does not",
     LEDGER: "`zerofold train` writes it with the lines of metrics.jsonl",
     TIMELINE: "`zerofold train` writes it when a run ends; one that was killed has none until it goes on with --resume",
 }

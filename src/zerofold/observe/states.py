@@ -11,6 +11,7 @@ from zerofold.engine import Engine
 from zerofold.placement import Tier
 from zerofold.sharded import ShardedTensor
 from zerofold.slab import Slab
+from zerofold.slab_away import AwaySlab
 
 
 class Totals(NamedTuple):
@@ -50,6 +51,8 @@ def parameter_nbytes(slab: Slab) -> int:
     """What forward computes with and stays. A master counts with the optimizer's states."""
     if slab.is_temporary:
         kept = 0 if slab.dtypes.has_master else slab.raw_shard.nbytes
+        if isinstance(slab, AwaySlab) and slab.resident is not None and not slab.resident_is_lent:
+            kept += slab.resident.nbytes
     else:
         kept = slab.storage.nbytes
     return kept + (0 if slab.group_copy is None else slab.group_copy.nbytes)

@@ -243,7 +243,7 @@ def _size(option: str, text: str | None) -> int | None:
         return None
     found = read_size(option, int(text) if text.isdigit() else text)
     if found < _LEAST_MEMORY and (found or option == "--device-memory"):
-        unit = f"; write {text}GB" if text.isdigit() else ""
+        unit = f"; write {text}GB" if text.isdigit() and int(text) else ""
         raise ValueError(f"{option} {text} is {found} bytes, too little for any model{unit}")
     return found
 

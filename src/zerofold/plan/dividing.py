@@ -61,8 +61,6 @@ def divided(model: ModelShape, machine: Machine, point: Point, samples: int) -> 
         found = predict(model, machine, at)
         if best is None or (found.fits and (not best.fits or found.times.step <= best.times.step)):
             best = found
-        elif not found.fits and best.fits:
-            break  # larger ones take more
     assert best is not None, "check_batch has seen that there is one"
     return best
 

@@ -33,7 +33,11 @@ _HEADS = (
     "AutoModelForImageClassification",
     "AutoModelForMaskedLM",
     "AutoModelForSequenceClassification",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForCTC",
 )
+_WITH_ENCODER = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+"""Where decoders are causal language models too, and are not what is meant."""
 
 _SKIPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
@@ -117,12 +121,21 @@ def read_config(file: Path) -> Any:
 
 def build(config: Any, seq: int | None = None) -> Traced:
     """The model of a config with its head, on the meta device."""
+    with torch.device("meta"):
+        model = with_head(config).train()
+    example, tokens = example_for(model, seq)
+    return Traced(model, example, tokens)
+
+
+def with_head(config: Any) -> nn.Module:
+    """With its head: the class that the config names, or the first of the usual ones that knows it."""
     import transformers
 
     named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
     make: Callable[[Any], nn.Module] | None = next((each for each in named if each is not None), None)
     if make is None:
-        autos = [getattr(transformers, name) for name in _HEADS]
+        names = (*(_WITH_ENCODER if getattr(config, "is_encoder_decoder", False) else ()), *_HEADS)
+        autos = [getattr(transformers, name) for name in names]
         auto = next((each for each in autos if type(config) in each._model_mapping), None)
         make = None if auto is None else auto.from_config
     if make is None:
@@ -133,10 +146,7 @@ def build(config: Any, seq: int | None = None) -> Traced:
     for name in _SKIPS:  # whole blocks at random, now these and now those: the most is when none is
         if getattr(config, name, None):
             setattr(config, name, 0.0)
-    with torch.device("meta"):
-        model = make(config).train()
-    example, tokens = example_for(model, seq)
-    return Traced(model, example, tokens)
+    return make(config)
 
 
 def from_function(
@@ -144,8 +154,10 @@ def from_function(
 ) -> ModelShape:
     """From `module:function`, which returns a model, or a model and its example: a function from a number of samples to
     the keyword arguments of a forward that returns a loss. It is called with the meta device as default."""
-    built = build_function(name, seq)
-    return _with_numbers(_shape(built, name, "function", precision, checkpoint_every), built.model)
+    with _quiet():
+        built = build_function(name, seq)
+        shape = _shape(built, name, "function", precision, checkpoint_every)
+    return _with_numbers(shape, built.model)
 
 
 def build_function(name: str, seq: int | None = None) -> Traced:
@@ -166,8 +178,12 @@ def build_function(name: str, seq: int | None = None) -> Traced:
     inputs = example(1)
     if not isinstance(inputs, dict):
         raise ValueError(f"--function {name}: the example returned a {type(inputs).__name__}; {_WANTED}")
+    if seq is not None:
+        raise ValueError(
+            f"--seq {seq}: --function {name} returned an example, whose samples have their own length; leave it out"
+        )
     sizes = [tensor.shape[1] for tensor in inputs.values() if isinstance(tensor, Tensor) and tensor.dim() == 2]
-    return Traced(model, example, seq or max(sizes, default=1))
+    return Traced(model, example, max(sizes, default=1))
 
 
 def _shape(built: Traced, name: str, source: str, precision: str, checkpoint_every: Sequence[int]) -> ModelShape:

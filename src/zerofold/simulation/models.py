@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from zerofold.bench.gpt import GPT, Block, GPTSize
-from zerofold.plan.sources import in_a_line, read_config
+from zerofold.plan.examples import example_for
+from zerofold.plan.sources import in_a_line, read_config, with_head
+from zerofold.plan.tracing.recording import Recording
+from zerofold.plan.tracing.running import start_of_backward
 from zerofold.plan.users import find_function
 from zerofold.simulation.engines import Loss
 from zerofold.units import UnitChoice
@@ -45,34 +48,42 @@ def gpt(size: GPTSize, *, checkpointing: bool) -> Model:
 
 
 def from_config(path: Path, *, seq: int, checkpointing: bool) -> Model:
-    """A causal language model by the config.json of a Hugging Face folder."""
+    """The model of a Hugging Face folder's config.json, with its head, and fed as `zerofold plan` does."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"--model {path}: there is no {file}; give a folder with a config.json, or module:function")
     config = read_config(file)
 
     def build() -> nn.Module:
-        from transformers import AutoModelForCausalLM
-
         try:
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model: Any = with_head(config).float()
+            example_for(model, seq)  # what nobody knows how to feed is said here
         except Exception as error:  # numbers that no model can have
             raise ValueError(f"--model {file}: {in_a_line(error)}") from error
         model.config.use_cache = False
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.train()
-        return model
+        return model.train()
 
     def loss(batch: int) -> Loss:
         def run(model: nn.Module, device: torch.device) -> Tensor:
-            tokens, _ = _tokens(batch, seq, config.get_text_config().vocab_size, device)
-            result: Tensor = model(input_ids=tokens, labels=tokens).loss
-            return result
+            example, _ = example_for(model, seq)
+            inputs = {name: _filled(value, config, device) for name, value in example(batch).items()}
+            return start_of_backward(model(**inputs), None, Recording(batch))
 
         return run
 
     return Model(name=config.model_type, build=build, loss=loss)
+
+
+def _filled(value: Any, config: Any, device: torch.device) -> Any:
+    """Random tokens, of which a label is one too; random pixels and sound."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_floating_point():
+        return torch.randn(value.shape, device=device)
+    known = config.num_labels if value.dim() == 1 else config.get_text_config().vocab_size
+    return torch.randint(0, known, value.shape, device=device)
 
 
 def from_function(name: str, *, seq: int, vocab: int) -> Model:
