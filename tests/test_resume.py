@@ -209,7 +209,7 @@ def test_resume_without_a_checkpoint_begins(ranks: RankPool, tmp_path: Path) -> 
 
 def into_a_folder_in_use(out: Path) -> str:
     with mock.patch("zerofold.train.alone.PATIENCE_S", 0.0), alone_in(out):
-        return raised(run_tiny, out)
+        return raised(run_tiny, out, steps=1)
 
 
 def test_two_runs_do_not_share_a_folder(ranks: RankPool, tmp_path: Path) -> None:
