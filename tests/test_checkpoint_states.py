@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import zerofold as zf
 from zerofold.checkpoint.plain import decode, encode
+from zerofold.engine import Engine
+from zerofold.unit import State
 
 BF16_MOMENTS = zf.Precision(parameters=torch.bfloat16, moments=torch.bfloat16)
 
@@ -176,3 +178,19 @@ def test_tensors_in_sets_and_as_keys_are_all_kept() -> None:
     found = decode(encode(value, "extra", stored), stored.__getitem__)
     assert sorted(int(each) for each in found["set"]) == [1, 2]
     assert {int(key): text for key, text in found["keys"].items()} == {3: "a", 4: "b"}
+
+
+def read_while_it_is_on_its_way(path: Path) -> list[Any]:
+    model, _optimizer = make(stage=3)
+    zf.save(model, None, path)
+    model[3].requires_grad_(True)
+    zf.load(model, None, path)  # gathers the unit of what was unfrozen, and once more when it has the new values
+    unit = next(unit for unit in Engine.of(model).units if unit.state is State.GATHERING)
+    model[3].weight.sum()
+    found = unit.state is State.READY
+    zf.close(model)
+    return [found]
+
+
+def test_parameters_that_are_shown_wait_for_what_was_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2, read_while_it_is_on_its_way, tmp_path) == [[True], [True]]
