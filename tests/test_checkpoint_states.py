@@ -1,4 +1,4 @@
-"""Optimizer states that come late, are not there, or go: what a checkpoint leaves out begins anew."""
+"""Optimizer states that come late, are not there, or go; what a checkpoint leaves out begins anew; plain data."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from tests.ranks import RankPool
 from torch import Tensor, nn
 
 import zerofold as zf
+from zerofold.checkpoint.plain import decode, encode
+from zerofold.engine import Engine
+from zerofold.unit import State
 
 BF16_MOMENTS = zf.Precision(parameters=torch.bfloat16, moments=torch.bfloat16)
 
@@ -167,3 +170,27 @@ def average_of_what_came_late(path: Path, saves: bool) -> list[Tensor]:
 def test_saving_does_not_change_the_average_of_what_came_late(ranks: RankPool, tmp_path: Path) -> None:
     saved, alone = (ranks(2, average_of_what_came_late, tmp_path, saves)[0] for saves in (True, False))
     assert all(map(torch.equal, saved, alone))
+
+
+def test_tensors_in_sets_and_as_keys_are_all_kept() -> None:
+    stored: dict[str, Tensor] = {}
+    value = {"set": {torch.tensor(1), torch.tensor(2)}, "keys": {torch.tensor(3): "a", torch.tensor(4): "b"}}
+    found = decode(encode(value, "extra", stored), stored.__getitem__)
+    assert sorted(int(each) for each in found["set"]) == [1, 2]
+    assert {int(key): text for key, text in found["keys"].items()} == {3: "a", 4: "b"}
+
+
+def read_while_it_is_on_its_way(path: Path) -> list[Any]:
+    model, _optimizer = make(stage=3)
+    zf.save(model, None, path)
+    model[3].requires_grad_(True)
+    zf.load(model, None, path)  # gathers the unit of what was unfrozen, and once more when it has the new values
+    unit = next(unit for unit in Engine.of(model).units if unit.state is State.GATHERING)
+    model[3].weight.sum()
+    found = unit.state is State.READY
+    zf.close(model)
+    return [found]
+
+
+def test_parameters_that_are_shown_wait_for_what_was_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2, read_while_it_is_on_its_way, tmp_path) == [[True], [True]]

@@ -11,6 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ranks import RankPool, raised
 from zerofold.checkpoint import job as save_module
 from zerofold.checkpoint.manifest import candidates
 from zerofold.checkpoint.native import read_native, verify_native
+from zerofold.train.alone import alone_in
 from zerofold.train.gpt import GPTConfig
 from zerofold.train.loop import Result, Training, train
 from zerofold.train.options import TrainOptions
@@ -203,6 +205,17 @@ def test_resume_without_a_checkpoint_begins(ranks: RankPool, tmp_path: Path) -> 
     assert result.steps == 4
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [4]
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def into_a_folder_in_use(out: Path) -> str:
+    with mock.patch("zerofold.train.alone.PATIENCE_S", 0.0), alone_in(out):
+        return raised(run_tiny, out, steps=1)
+
+
+def test_two_runs_do_not_share_a_folder(ranks: RankPool, tmp_path: Path) -> None:
+    (said,) = ranks(1, into_a_folder_in_use, tmp_path / "run")
+    assert said.startswith(f"ValueError: {tmp_path / 'run'} is in use by a run that has not ended: ")
+    assert ranks(1, run_tiny, tmp_path / "run", steps=1)[0].steps == 1
 
 
 def shares_of(ranks: int, **options: Any) -> tuple[int, ...]:

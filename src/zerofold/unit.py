@@ -84,11 +84,12 @@ class Unit:
     def gather(self, *, masters: bool = False) -> None:
         """Starts to complete the storage from all ranks' shards; `wait` ends it."""
         everything = self.is_cut or self._state is State.RELEASED or masters != self.shows_masters
+        is_shown = not self.is_cut or self._state is State.READY  # whole Parameters are in the module already
         self._enter(State.GATHERING)
         handles = [slab.start_gather(masters=masters) for slab in self.slabs if everything or slab.is_stale]
         self._handles = [handle for handle in handles if handle is not None]
         self.shows_masters = masters
-        if not self.is_cut:
+        if is_shown:
             self._guard(self.wait)
 
     def wait(self) -> None:

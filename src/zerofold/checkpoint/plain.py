@@ -42,14 +42,14 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise TypeError(f"{where} is a {value.layout} tensor, which has no place in a file: save it as a dense one")
-        tensors[where] = value.detach().clone()  # the caller may change his while it is being written
-        return {"$tensor": where}
+        # A copy: the caller may change his while it is being written.
+        return {"$tensor": _put(value.detach().clone(), where, tensors)}
     if isinstance(value, numpy.ndarray):
         try:
-            tensors[where] = torch.from_numpy(value.copy())
+            array = torch.from_numpy(value.copy())
         except TypeError as error:
             raise TypeError(f"{where} is a numpy array of {value.dtype}, which has no place in a file") from error
-        return {"$array": where}
+        return {"$array": _put(array, where, tensors)}
     if isinstance(value, numpy.generic):
         return encode(value.item(), where, tensors)
     if isinstance(value, (bytes, bytearray)):
@@ -73,6 +73,14 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         "dicts, tensors, numpy arrays), so that nothing is executed on load: turn it into such, as vars(args) and "
         "str(path) do"
     )
+
+
+def _put(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> str:
+    """Its name: what is in a set, and keys that look alike, would have one name between them."""
+    while where in tensors:
+        where += "'"
+    tensors[where] = tensor
+    return where
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:

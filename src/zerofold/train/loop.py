@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import zerofold as zf
 from zerofold.observe.predicted import Workload
 from zerofold.observe.run_files import METRICS_FILE
+from zerofold.train.alone import alone_in
 from zerofold.train.amounts import flops_per_token, workload
 from zerofold.train.batching import batched, planned_batching
 from zerofold.train.data import ByteText, library_source
@@ -56,7 +58,8 @@ class Result:
 def train(options: TrainOptions, rank: int, world: int, device: torch.device) -> Result:
     """One rank's part of a run. Rank 0 reports."""
     # From here on, since a rank that a signal ends while the others set up would leave them waiting.
-    with StopSignals() as signals, warnings.catch_warnings():
+    alone = alone_in(options.out) if rank == 0 else nullcontext()
+    with StopSignals() as signals, alone, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the checkpoint .* was not saved")  # `save` says it, once
         training = Training(options, rank, world, device)
         gc.collect()  # or what goes in cycles by now, with its memory, would stay as well
