@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ class Norm:
 
 
 def watched(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What a step does, in its order."""
     seen: list[str] = []
     prepare, norm = adam.prepare, Gradients.norm
 
@@ -32,12 +34,11 @@ def watched(optimizer: torch.optim.Optimizer) -> list[str]:
         launch = prepare(*args, **kwargs)
         return lambda scale: (seen.append("launched"), launch(scale))
 
-    adam.prepare = preparing  # type: ignore[assignment]
-    Gradients.norm = lambda self: Norm(norm(self), seen)  # type: ignore[method-assign,assignment,misc,return-value]
-    try:
+    with (
+        patch.object(adam, "prepare", preparing),
+        patch.object(Gradients, "norm", lambda gradients: Norm(norm(gradients), seen)),
+    ):
         optimizer.step()
-    finally:
-        adam.prepare, Gradients.norm = prepare, norm  # type: ignore[method-assign]
     return seen
 
 
