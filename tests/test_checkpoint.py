@@ -255,7 +255,7 @@ def test_each_rank_writes_its_part_and_nothing_is_gathered(ranks: RankPool, tmp_
     sizes = [size for size, _ in found]
     assert max(sizes) < 1.35 * min(sizes)  # rank 0 has groups and buffers besides, and small tensors their names
     for _, sent in found:
-        assert sum(sent.values()) < 200  # a few numbers to agree on
+        assert sum(sent.values()) < 300  # a few numbers to agree on, before writing and after
     pieces: dict[str, int] = {}
     for rank in range(3):
         for name, tensor in load_file(tmp_path / "save-00000001" / f"rank-{rank:05d}.safetensors").items():
