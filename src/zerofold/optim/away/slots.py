@@ -34,6 +34,13 @@ class IsDown(Done):
     def is_under_way(self) -> bool:
         return self._going.done()
 
+    @property
+    def is_over(self) -> bool:
+        if not self.is_under_way:
+            return False
+        self._event = self._going.result()
+        return super().is_over
+
 
 class Filling:
     """Lets more and more chunks stay on the device, until its memory is used up to a limit.
