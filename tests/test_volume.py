@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.models import batches, make_model
+from torch import nn
 
 import zerofold as zf
 from zerofold.bench.wire import count_elements
@@ -59,3 +60,31 @@ def test_the_tightest_memory_bound_still_sends_no_more_than_three(ranks: Any) ->
 def test_without_overlap_no_more_is_sent(ranks: Any) -> None:
     for outside, _ in ranks(2, elements_per_psi, 3, {"overlap": False}):
         assert outside <= 1.5 * 1.005
+
+
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(torch.tanh(self.shared(torch.tanh(self.first(x)))))
+
+
+def elements_of_a_backward() -> float:
+    model = CalledTwice()
+    psi = sum(p.numel() for p in model.parameters())
+    zf.shard(model, stage=2, units=nn.Linear)
+    for _ in range(2):
+        loss = model(torch.ones(2, 64)).sum()
+        with count_elements() as wire:
+            loss.backward()
+        model.zero_grad()
+    zf.close(model)
+    return wire.elements / psi
+
+
+def test_a_block_that_is_called_twice_is_reduced_once(ranks: Any) -> None:
+    """When its last call is through, and not with each."""
+    for sent in ranks(2, elements_of_a_backward):
+        assert 0.5 <= sent < 0.51
