@@ -6,15 +6,16 @@ The GPU's kernel also runs on the CPU where Triton is installed, slowly: TRITON_
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from zerofold.optim import adam_cpu, adam_plain, adam_triton
-from zerofold.optim.onepass import AdamSettings, AdamTensors, adam
+from zerofold.optim import adam_cpu, adam_plain, adam_triton, onepass
+from zerofold.optim.onepass import AdamSettings, AdamTensors, Launch, adam
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SETTINGS = AdamSettings(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
@@ -297,6 +298,18 @@ def test_tensors_of_one_call_may_be_at_different_steps(kernel: str) -> None:
     run(kernel, tensors)
     for each, wanted in zip(tensors, expected, strict=True):
         assert_near(each, wanted, rtol=1e-6, atol=5e-7)
+
+
+@pytest.mark.parametrize("prepare", [onepass.prepare, adam_triton.prepare])
+def test_what_is_prepared_keeps_a_gradient_that_nobody_else_has(prepare: Callable[..., Launch]) -> None:
+    """One that came up from the host. The kernel knows its address alone, which would be somebody else's by then."""
+    tensors = make(10)
+    gradient = weakref.ref(tensors.gradient)
+    launch = prepare([tensors], SETTINGS, clip_value=None)
+    del tensors
+    assert gradient() is not None
+    del launch
+    assert gradient() is None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])

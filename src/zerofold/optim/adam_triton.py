@@ -162,6 +162,8 @@ class _Group(NamedTuple):
     step: int
     table: Tensor
     block_map: Tensor
+    members: list[AdamTensors]
+    """The table has their addresses alone. A gradient that came from the host is nobody else's."""
 
 
 def prepare(tensors: Sequence[AdamTensors], settings: AdamSettings, clip_value: float | None) -> Launch:
@@ -178,7 +180,7 @@ def prepare(tensors: Sequence[AdamTensors], settings: AdamSettings, clip_value: 
     for ((*dtypes, copy), vector, step), members in alike.items():
         sizes = tuple(each.master.numel() for each in members)
         tables = _table(members, device), _block_map(sizes, device, stream)
-        groups.append(_Group(tuple(dtypes), copy, vector, step, *tables))
+        groups.append(_Group(tuple(dtypes), copy, vector, step, *tables, members))
 
     def launch(scale: Tensor | None) -> None:
         with torch.cuda.device(device) if on_gpu else nullcontext():
