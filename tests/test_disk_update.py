@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from zerofold.bench import beside_disk
+from zerofold.bench.disk import ORDERS
 from zerofold.memory import Done
+from zerofold.optim.away.chunks import CHUNK, PieceWork, Run, Scaling
 from zerofold.optim.away.from_disk import BATCH, DiskUpdate
+from zerofold.optim.onepass import AdamSettings
 from zerofold.placement import Tier
 
 SIZE = 8
@@ -60,3 +65,31 @@ def test_every_chunk_is_updated_once_and_written_where_it_was(count: int, mixes:
             update.run(batch, following)
         update.finish()
         assert torch.equal(disk.file, before + step)
+
+
+@pytest.mark.parametrize("elements", [5000, CHUNK, 3 * CHUNK + 5000, 7 * CHUNK - 1])
+def test_no_chunk_of_a_file_is_small_beside_others(elements: int) -> None:
+    """The disk reads the last one of a burst while the next is made ready: it must be worth that."""
+    slab: Any = SimpleNamespace(tier=Tier.NVME)
+    shard = torch.empty(elements, device="meta")
+    piece = PieceWork(0, elements, shard, AdamSettings(1e-3, 0.9, 0.99, 1e-8, 0.0), step=1, seed=0)
+    run = Run(slab, 0, elements, [piece], (shard,) * 3, None, Scaling(None, None), Done())
+    sizes = [chunk.size for chunk in run.chunks()]
+    assert sum(sizes) == elements and max(sizes) <= CHUNK
+    assert len(sizes) == -(-elements // CHUNK) and min(sizes) > max(sizes) / 3
+    assert all(size % 2**21 == 0 for size in sizes[:-1])  # whole blocks of 8 MiB
+
+
+def test_an_update_is_compared_with_the_disk_before_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that becomes faster all the time would make every update look slow beside what comes after it."""
+    clock = iter(range(100))
+
+    @contextmanager
+    def raw_disk(*_: Any, **__: Any) -> Iterator[Callable[[str], float]]:
+        yield lambda order: float(next(clock))
+
+    monkeypatch.setattr(beside_disk, "raw_disk", raw_disk)
+    turns = beside_disk.take_turns(lambda: float(next(clock)), ".", 2**22)
+    assert len(turns) == beside_disk.TURNS
+    for update, alone in turns:
+        assert sum(alone.values()) / len(ORDERS) == update

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,6 +170,8 @@ def test_a_checkpoint_inside_a_checkpoint_keeps_nothing_in_backwards_thread() ->
 
 def test_activations_of_a_model_that_keeps_everything_leave_the_device() -> None:
     def run(offloads: bool) -> tuple[list[Tensor], int]:
+        gc.collect()  # what earlier tests have raised keeps graphs alive
+        before = torch.cuda.memory_allocated()
         model, optimizer, _ = prepared(None)
         data = RandomTokens(SIZE, batch=BATCH, rank=0, device="cuda")
         torch.cuda.reset_peak_memory_stats()
@@ -180,13 +183,13 @@ def test_activations_of_a_model_that_keeps_everything_leave_the_device() -> None
                 model(*data.at(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        peak = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated() - before
         found = [zf.full(p) for p in model.parameters()]
         zf.close(model)
         return found, peak
 
     (_, whole), (_, less) = run(offloads=False), run(offloads=True)
-    assert less < 0.7 * whole, (less, whole)
+    assert less < 0.5 * whole, (less, whole)
     with sdpa_kernel(SDPBackend.MATH):  # the same bits, where attention has any
         (plain, _), (offloaded, _) = run(offloads=False), run(offloads=True)
     assert all(map(torch.equal, plain, offloaded))

@@ -1,9 +1,9 @@
 """How close an engine's update comes to what the disk does alone: both in turns.
 
-    [ step ][ alone, mixed ][ alone, in bursts ][ step ][ alone … ]       one process, one folder
+    [ alone: mixed, in bursts ][ step ][ alone ][ step ][ alone ] …       one process, one folder
 
 A disk that others use as well changes its rate by a fifth within seconds (measured). One short measurement behind a run
-would compare two moments, not two ways of moving bytes.
+would compare two moments, not two ways of moving bytes. So each step is compared with the disk before it and after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ STATE_BYTES = 12  # of a parameter in the file: master and moments in fp32
 
 
 class DiskTurn(NamedTuple):
-    """GB/s: of one update, and of the disk alone right behind it, by the order of reads and writes."""
+    """GB/s: of one update, and of the disk alone, the mean of right before it and right after it, by the order of reads
+    and writes."""
 
     update: float
     alone: dict[str, float]
@@ -34,4 +35,9 @@ def take_turns(step: Callable[[], float], folder: str, parameters: int) -> list[
     """
     nbytes = max(2 * BLOCK, min(STATE_BYTES * parameters, shutil.disk_usage(folder).free // 2))
     with raw_disk(folder, nbytes, block=BLOCK) as rate:
-        return [DiskTurn(step(), {order: rate(order) for order in ORDERS}) for _ in range(TURNS)]
+        turns, before = list[DiskTurn](), {order: rate(order) for order in ORDERS}
+        for _ in range(TURNS):
+            update, after = step(), {order: rate(order) for order in ORDERS}
+            turns.append(DiskTurn(update, {order: (before[order] + after[order]) / 2 for order in ORDERS}))
+            before = after
+        return turns

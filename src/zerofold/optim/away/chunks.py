@@ -17,6 +17,8 @@ from zerofold.slab_away import AwaySlab
 
 CHUNK = 2**24  # elements: 64 MiB of each fp32 state. Copies of 16 MiB and more run at the full rate of the bus
 
+_ALIGN = 2**21  # elements: whole blocks of a file
+
 
 class ChunkEnds(NamedTuple):
     """Of the update of one chunk."""
@@ -153,14 +155,24 @@ class Run:
 
     def chunks(self) -> Iterator[Chunk]:
         """In the order of the shard; only those in which something changes."""
-        for start in range(self.start, self.stop, CHUNK):
-            stop = min(start + CHUNK, self.stop)
+        step = self._elements
+        for start in range(self.start, self.stop, step):
+            stop = min(start + step, self.stop)
             inside = tuple(part for piece in self.pieces if (part := piece.within(start, stop)) is not None)
             if inside:
                 master, exp_avg, exp_avg_sq = (tensor[start:stop] for tensor in self.states)
                 own = None if self.copy is None else self.copy[start:stop]
                 states = (master, exp_avg, exp_avg_sq)
                 yield Chunk(self.slab, start, stop, inside, states, own, self.scaling, self.arrived)
+
+    @property
+    def _elements(self) -> int:
+        """Of a chunk. From a file all are about as large: behind a small last one, the disk would have nothing to do
+        while the next burst is made ready."""
+        if self.slab.tier is not Tier.NVME:
+            return CHUNK
+        align, count = min(_ALIGN, CHUNK), max(1, -(-self.size // CHUNK))
+        return max(1, -(-self.size // (count * align))) * align
 
 
 def runs_of(work: SlabWork, scaling: Scaling, arrived: Done) -> list[Run]:
