@@ -75,8 +75,10 @@ def test_no_chunk_of_a_file_is_small_beside_others(elements: int) -> None:
     piece = PieceWork(0, elements, shard, AdamSettings(1e-3, 0.9, 0.99, 1e-8, 0.0), step=1, seed=0)
     run = Run(slab, 0, elements, [piece], (shard,) * 3, None, Scaling(None, None), Done())
     sizes = [chunk.size for chunk in run.chunks()]
-    assert sum(sizes) == elements and max(sizes) <= CHUNK
-    assert len(sizes) == -(-elements // CHUNK) and min(sizes) > max(sizes) / 3
+    assert sum(sizes) == elements
+    assert max(sizes) <= CHUNK
+    assert len(sizes) == -(-elements // CHUNK)
+    assert min(sizes) > max(sizes) / 3
     assert all(size % 2**21 == 0 for size in sizes[:-1])  # whole blocks of 8 MiB
 
 
