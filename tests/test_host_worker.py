@@ -214,8 +214,9 @@ def test_a_process_that_ends_first_finishes_what_was_submitted() -> None:
     program = """
 import torch
 from zerofold.optim.host_pool import HostPool
-state = torch.zeros(2**20)
-HostPool(2).submit([lambda: [state.add_(1) for _ in range(20)]] * 10, lambda: print(int(state.max()), flush=True))
+states = [torch.zeros(2**20) for _ in range(10)]
+blocks = [lambda state=state: [state.add_(1) for _ in range(20)] for state in states]
+HostPool(2).submit(blocks, lambda: print(int(sum(state.min() for state in states)), flush=True))
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "200\n"), ended.stderr

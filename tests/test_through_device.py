@@ -147,8 +147,9 @@ class FakeMemory:
 
     def __init__(self, patch: pytest.MonkeyPatch, largest: int = 1, backend: str = "native") -> None:
         self.slot = slots.CHUNK * 12
-        self.now = self.peak = 0
+        self.now = self.peak = self.ran_out = 0
         cuda = {
+            "memory_stats": lambda _: {"num_alloc_retries": self.ran_out},
             "get_allocator_backend": lambda: backend,
             "memory_reserved": lambda _: self.now * self.slot,
             "max_memory_reserved": lambda _: self.peak * self.slot,
@@ -199,6 +200,18 @@ def test_chunks_go_where_memory_comes_closer_to_the_limit(monkeypatch: pytest.Mo
     _, found = filled_by(FakeMemory(monkeypatch), 160, [*[120] * 6, 130, 130, 120, 60])
     assert found == [16, 8, 4, 2, 1, 0, -9, 0, 0, 0]
     assert filled_by(FakeMemory(monkeypatch), 160, [150, 190])[1] == [1, -1]  # no more than there are
+
+
+def test_a_peak_from_before_the_first_look_is_passed_over_where_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then all of the limit was reserved once, and the next step shows how much it takes."""
+    memory = FakeMemory(monkeypatch)
+    memory.step(160)
+    memory.ran_out = 1
+    filling, found = filled_by(memory, 160, [100, 120, 120, 120])
+    assert found == [0, 16, 8, 4]
+    memory.ran_out = 2  # from now on there is no room
+    memory.step(120 + sum(found))
+    assert [filling.change(), filling.change()] == [0, 0]
 
 
 def test_chunks_that_wait_on_the_device_are_those_on_the_host(ranks: Any) -> None:

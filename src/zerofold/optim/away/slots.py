@@ -1,4 +1,4 @@
-"""Memory of the device for chunks that stream through it, and the end of their way down."""
+"""Memory of the device for chunks that stream through it, how much there is of it, and the end of their way down."""
 
 from __future__ import annotations
 
@@ -55,32 +55,50 @@ class Filling:
         self._device, self._limit, self._bound = device, limit, limit
         self._given = 0  # bytes of chunks
         self._expected = 0  # to be reserved by a step like the fullest, with what was given since
-        self._is_full = False
+        self._is_full = self._has_to_wait = False
+        self._ran_out: int | None = None  # how often the allocator had when first looked
 
     def change(self) -> int:
         """In every step but the first, whose gradients were not on the device yet: for how many chunks there is room
         now, or, below 0, how many are too many."""
         if not self._is_full:  # it takes a while to look
             self._bound = self._limit - max(_largest_segment(self._device), self._limit // 20)
-        over = torch.cuda.memory_reserved(self._device) - self._bound
+        reserved = torch.cuda.memory_reserved(self._device)
+        over = reserved - self._bound
         if over > 0 and self._given:
             return -min(-(-over // _state_bytes()), self._given // _state_bytes())
         if self._is_full:
             return 0
-        # By the peak: less is reserved now where the cache was emptied since, or where this step was a short one.
-        self._expected = max(torch.cuda.max_memory_reserved(self._device), self._expected)
+        is_first, ran_out = self._ran_out is None, _times_run_out(self._device)
+        self._ran_out = ran_out if self._ran_out is None else self._ran_out
+        if not self._ran_out:
+            # By the peak: less is reserved now where the cache was emptied since, or where this step was a short one.
+            reserved = torch.cuda.max_memory_reserved(self._device)
+        elif is_first or ran_out > self._ran_out:
+            # While the model was built or took its first step all was reserved, and then given back: the peak is the
+            # limit, and what is reserved now is not all of a step yet. Later on that means that there is nothing left.
+            self._has_to_wait = is_first
+            return 0
+        self._expected = max(reserved, self._expected)
         return max(0, (self._bound - self._expected) // 2 // _state_bytes())
 
     def changed(self, count: int, wanted: int) -> None:
         """So many chunks have memory now that had none, or have none any more."""
         self._given += count * _state_bytes()
         self._expected += count * _state_bytes()
-        self._is_full |= wanted <= 0 or count < wanted
+        self._is_full |= not self._has_to_wait and (wanted <= 0 or count < wanted)
+        self._has_to_wait = False
 
 
 def _state_bytes() -> int:
     """Of a chunk."""
     return CHUNK * 3 * 4
+
+
+def _times_run_out(device: torch.device) -> int:
+    """How often the allocator found nothing, gave back what it kept unused, and tried again."""
+    count: int = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    return count
 
 
 def _largest_segment(device: torch.device) -> int:
