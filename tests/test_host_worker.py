@@ -19,7 +19,7 @@ import torch
 
 from zerofold.optim.away import on_host
 from zerofold.optim.away.chunks import PieceWork, Scaling
-from zerofold.optim.away.tuned_share import TunedShare
+from zerofold.optim.away.tuned_share import Split, TunedShare
 from zerofold.optim.host_pool import HostPool
 from zerofold.optim.host_speed import HostSpeed, HostTrial, best_of, host_candidates, measure_host_update
 from zerofold.optim.host_worker import HostWorker
@@ -131,6 +131,16 @@ def test_the_most_threads_of_those_that_are_fast_and_leave_the_caller_its_speed(
     assert best((2, bound, 3.4e9, 99.0)) == (2, bound)
 
 
+def test_the_next_smaller_team_is_named_to_be_tried() -> None:
+    def fewer(*trials: tuple[int, frozenset[int] | None, float]) -> int | None:
+        return best_of([HostTrial(HostSpeed(threads, cores, rate), 1.0) for threads, cores, rate in trials]).fewer
+
+    bound = frozenset(range(8))
+    assert fewer((12, None, 3.0e9), (8, None, 3.0e9), (6, None, 3.0e9), (8, bound, 3.0e9)) == 8
+    assert fewer((12, None, 1.0e9), (8, None, 3.0e9), (6, None, 2.0e9), (8, bound, 3.0e9)) == 6
+    assert fewer((1, None, 3.0e9)) is None
+
+
 def test_a_job_that_is_over_keeps_nothing() -> None:
     """An update holds its jobs, and what a job does at its end holds the update: with it all gradients of a step."""
 
@@ -158,15 +168,16 @@ def test_a_job_that_is_over_keeps_nothing() -> None:
 def _shares(steps: int, seconds: Callable[[int, float], tuple[float, float]], bus: float = 0.0) -> list[float]:
     """Of each update, as they come about: what is dealt now streams in the next step. `bus`: what a step takes longer
     when all of an update is on it."""
-    timing, dealt, ran_with, shares, now = TunedShare(0.65), 0.65, None, [], 0.0
+    timing = TunedShare(0.65)
+    dealt, ran, shares, now = timing.next, None, [], 0.0
     for step in range(steps):
-        timing.tune(ran_with, now)
+        timing.tune(ran, now)
         timing.begin()
-        ran_with = dealt
-        timing.host_seconds, timing.device_seconds = seconds(step, ran_with)
-        now += 1.0 + max(timing.host_seconds, timing.device_seconds) + bus * (ran_with == 1)
-        dealt = timing.device_share
-        shares.append(ran_with)
+        ran = dealt
+        timing.host_seconds, timing.device_seconds = seconds(step, ran.device_share)
+        now += 1.0 + max(timing.host_seconds, timing.device_seconds) + bus * (ran.device_share == 1)
+        dealt = timing.next
+        shares.append(ran.device_share)
     return shares
 
 
@@ -201,13 +212,51 @@ def test_the_device_does_not_update_alone_where_other_work_waits_for_the_bus() -
     assert [step for step, share in enumerate(shares) if share == 1] == [5, 6]
 
 
+def _teams(steps: int, speed: dict[int, float], disturbs: Callable[[int, int], float]) -> list[Split]:
+    """Of each update, with teams of so much speed beside a device of 1.0. `disturbs`: what a step takes longer."""
+    timing = TunedShare(0.65, teams=len(speed))
+    dealt, ran, splits, now = timing.next, None, [], 0.0
+    for step in range(steps):
+        timing.tune(ran, now)
+        ran, dealt = dealt, timing.next  # what is dealt streams in the next step
+        share = ran.device_share
+        timing.host_seconds, timing.device_seconds = (1 - share) / speed[ran.team], share
+        now += 1.0 + max(timing.host_seconds, timing.device_seconds) + (disturbs(step, ran.team) if share < 1 else 0.0)
+        splits.append(ran)
+    return splits
+
+
+def test_a_smaller_team_is_taken_where_steps_are_shorter_with_it() -> None:
+    found = _teams(30, {0: 1.0, 1: 0.9}, lambda step, team: 0.3 if team == 0 else 0.0)
+    assert [split.team for split in found] == [0] * 5 + [1, 1] + [0] * 3 + [1] * 20
+    assert [step for step, split in enumerate(found) if split.device_share == 1] == [7, 8]  # tried as well
+    assert found[-1].device_share == pytest.approx(1 / 1.9, abs=0.02)  # its own
+
+
+def test_the_first_team_stays_unless_another_way_is_clearly_better() -> None:
+    found = _teams(30, {0: 1.0, 1: 0.99}, lambda step, team: 0.01 if team == 0 else 0.0)
+    assert {split.team for split in found[11:]} == {0}
+
+
+def test_what_is_not_taken_is_tried_again() -> None:
+    """The smaller team was better only while something else ran."""
+    found = _teams(100, {0: 1.0, 1: 0.9}, lambda step, team: 0.3 if team == 0 and step < 40 else 0.0)
+    assert {split.team for split in found[12:60]} == {1}
+    assert {split.team for split in found[80:]} == {0}
+
+
+def test_the_device_is_alone_where_every_team_disturbs_it() -> None:
+    found = _teams(30, {0: 1.0, 1: 0.9}, lambda step, team: 0.9)
+    assert {split.device_share for split in found[12:]} == {1.0}
+
+
 def test_a_share_of_all_or_nothing_stays() -> None:
     for share in (0.0, 1.0):
         timing = TunedShare(share)
         for _ in range(6):
-            timing.tune(share)
+            timing.tune(Split(share))
             timing.host_seconds, timing.device_seconds = 1.0, 0.5
-        assert timing.device_share == share
+        assert timing.next == Split(share)
 
 
 def test_a_process_that_ends_first_finishes_what_was_submitted() -> None:

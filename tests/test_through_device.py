@@ -24,7 +24,7 @@ import zerofold as zf
 from zerofold.compat.fsdp_calls import _to_read
 from zerofold.engine import Engine
 from zerofold.optim.away import chunks, slots, through_device
-from zerofold.optim.away.tuned_share import TunedShare
+from zerofold.optim.away.tuned_share import Split, TunedShare
 from zerofold.optim.away.updates import AwayUpdates, Way
 from zerofold.shard_spec import StepScope
 
@@ -97,6 +97,7 @@ def updated_through_the_device(
     lasting: int = 0,
     later: Sequence[int] = (),
     tunes: bool = False,
+    fewer: int | None = None,
     precision: Any = "bf16",
     place: Any = None,
     clip: float = 0.5,
@@ -114,7 +115,7 @@ def updated_through_the_device(
         options: dict[str, Any] = {"stage": 3, "precision": precision, "clip": clip, "one_pass": True}
         model, optimizer = prepared(place or {"optimizer": "host"}, **options)
         filling: Any = Filled(lasting, *later) if lasting else None
-        engine, way = Engine.of(model), Way(2, None, share, tunes, ahead=ahead, early=early, filling=filling)
+        engine, way = Engine.of(model), Way(2, None, share, tunes, fewer, ahead=ahead, early=early, filling=filling)
         transfers: Any = SimpleNamespace(device=CPU, is_async=True)
         engine.updates = AwayUpdates(transfers, engine.offloading.memory, engine.slabs(), way)
         yield model, optimizer
@@ -520,15 +521,36 @@ def test_an_update_of_which_nothing_streams(ranks: Any) -> None:
     assert ranks(1, steps_without_a_chunk) == [[0.0, 0.0]]
 
 
+def trained_by_teams(fewer: int | None) -> tuple[list[torch.Tensor], set[float]]:
+    """Through all trials, and how many threads there were."""
+    with updated_through_the_device(0.5, tunes=fewer is not None, fewer=fewer) as (model, optimizer):
+        threads = set()
+        for step in range(14):
+            train(model, optimizer, 1, first=step)
+            threads.add(zf.ledger(model).snapshot()["offload"]["update"]["host_threads"])
+        return states(model, optimizer), threads
+
+
+def teams_that_differ() -> tuple[bool, set[float], list[str]]:
+    before = set(threading.enumerate())
+    (expected, _), (found, threads) = trained_by_teams(None), trained_by_teams(1)
+    left = [thread.name for thread in set(threading.enumerate()) - before]
+    return all(map(torch.equal, found, expected)), threads, left
+
+
+def test_a_smaller_team_updates_alike_and_ends(ranks: Any) -> None:
+    assert ranks(1, teams_that_differ) == [(True, {1.0, 2.0}, [])]
+
+
 def share_after(alone: float, *, device_seconds: float = 0.1, is_like_others: bool = True) -> float:
     """With steps of one second each, but for the two in which the device is alone."""
-    timing, now, ran_with = TunedShare(0.5), 0.0, 0.5
+    timing, now, ran = TunedShare(0.5), 0.0, Split(0.5)
     for step in range(12):
-        is_alone = ran_with == 1
+        is_alone = ran.device_share == 1
         timing.host_seconds, timing.device_seconds = 0.5, device_seconds if is_alone else 0.5
-        timing.tune(ran_with, now, is_like_others=is_like_others or is_alone or step > 6)
-        ran_with, now = timing.device_share, now + (alone if timing.device_share == 1 else 1.0)
-    return timing.device_share
+        timing.tune(ran, now, is_like_others=is_like_others or is_alone or step > 6)
+        ran, now = timing.next, now + (alone if timing.next.device_share == 1 else 1.0)
+    return timing.next.device_share
 
 
 def test_the_device_alone_is_taken_where_steps_are_shorter_and_it_had_something_to_do() -> None:

@@ -150,7 +150,7 @@ def bench_offload_command(
         int,
         typer.Option(
             min=1,
-            help="Steps before them; zerofold tries shares of host and device in the first eight. "
+            help="Steps before them; zerofold tries ways to share with the device in the first eleven. "
             f"Engines that do the same in every step take {UNTIMED_STEPS} at most.",
         ),
     ] = UNTIMED_STEPS,

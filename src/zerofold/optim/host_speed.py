@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,6 +34,8 @@ class HostSpeed:
     cores: frozenset[int] | None
     """None for all that the process may use."""
     parameters_per_second: float
+    fewer: int | None = None
+    """Threads that may do better in training, where what they stand in the way of counts too."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,15 @@ def measure_host_update(elements: int = 2**25, *, candidates: Candidates | None 
 
 
 def best_of(trials: Sequence[HostTrial]) -> HostSpeed:
+    """With the number of threads to try next, where another candidate has fewer."""
     enough = CALLER_SHARE * max(trial.caller_rate for trial in trials)
     speeds = [trial.speed for trial in trials if trial.caller_rate >= enough]
+    fewer = [trial.speed.threads for trial in trials if trial.speed.cores is None]
+    best = _best_of(speeds)
+    return replace(best, fewer=max((threads for threads in fewer if threads < best.threads), default=None))
+
+
+def _best_of(speeds: list[HostSpeed]) -> HostSpeed:
     free = max((speed.parameters_per_second for speed in speeds if speed.cores is None), default=0.0)
     speeds = [speed for speed in speeds if speed.cores is None or speed.parameters_per_second > BOUND_GAIN * free]
     fast = GOOD_SHARE * max(speed.parameters_per_second for speed in speeds)

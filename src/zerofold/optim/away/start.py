@@ -80,7 +80,10 @@ def _way(engine: Engine, used: DeviceMemory) -> Way:
     if engine.device.type != "cuda":  # the cores that would update in the background are those that compute
         return Way(threads or torch.get_num_threads(), None, 0.0, tunes=False)
     speed = HostSpeed(threads, None, 0.0) if threads is not None else measure_host_update()
-    way = Way(speed.threads, speed.cores, FIRST_SHARE if share is None else share, tunes=share is None)
+    tunes = share is None
+    way = Way(
+        speed.threads, speed.cores, FIRST_SHARE if share is None else share, tunes, speed.fewer if tunes else None
+    )
     # Gradients that stay take what activations leave. Only beyond that do they cost anything.
     room, gradients = _room_on_device(engine, used), max(0, used.held + _gradient_bytes(engine) - used.peak)
     way = replace(way, keeps_gradients=gradients < room / 2)

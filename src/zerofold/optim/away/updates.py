@@ -29,7 +29,7 @@ from zerofold.optim.away.slab_update import SlabUpdate
 from zerofold.optim.away.slots import Filling, Slot
 from zerofold.optim.away.through_device import DeviceUpdate
 from zerofold.optim.away.through_file import FileUpdates
-from zerofold.optim.away.tuned_share import TunedShare
+from zerofold.optim.away.tuned_share import Split, TunedShare
 from zerofold.optim.host_pool import HostPool, PoolJob
 from zerofold.optim.host_worker import HostWorker, Job
 from zerofold.placement import Tier
@@ -46,6 +46,8 @@ class Way:
     device_share: float
     tunes: bool
     """The share follows what the first steps take."""
+    fewer: int | None = None
+    """Threads that may be better than all of them: fewer are in the way of less."""
     keeps_gradients: bool = False
     """Of what streams through the device, on the device."""
     ahead: int = 0
@@ -65,8 +67,10 @@ class AwayUpdates:
         up = torch.cuda.Stream(device) if transfers.is_async else None
         self._memory, self.way, self._device, self._up = memory, way, device, up
         self.count = 0  # updates
-        self._pool = HostPool(way.threads, way.cores)
-        self._host = HostUpdate(device, up, self._pool)
+        self._pools = [HostPool(way.threads, way.cores)]
+        if way.fewer is not None:
+            self._pools.append(HostPool(way.fewer))
+        self._hosts = [HostUpdate(device, up, pool) for pool in self._pools]
         self._through: DeviceUpdate | None = None
         self._early: EarlyUpdates | None = None
         trained = [slab for slab in slabs if slab.requires_grad and isinstance(slab, AwaySlab)]
@@ -76,17 +80,18 @@ class AwayUpdates:
             self._device_worker = HostWorker(1, None)
             if way.early:
                 self._early = EarlyUpdates(self._through, self._device_worker, self._streaming, way.ahead)
-        self._in_file = FileUpdates(memory, self._host)
+        self._in_file = FileUpdates(memory, self._hosts[0])
         self._versions: dict[AwaySlab, tuple[int, ...]] = {}  # of states, as the last update left them
         self._under_way: list[SlabUpdate] = []
         self._last: list[Job | PoolJob] = []
-        self._share = TunedShare(way.device_share if self._through is not None else 0.0)
+        self._share = TunedShare(way.device_share if self._through is not None else 0.0, len(self._pools))
         self._lasting = 0  # chunks whose states stay on the device
         # Slabs that stream whole: those that have such chunks, or that are updated early.
         self._special = [] if self._early is None else self._early.slabs
         self._is_unlike_others = False  # the last update: the number of chunks that stay changed in it
-        self._dealt_for: float | None = None  # the share by which parameters stream now
-        self._ran_with: float | None = None  # that of the last update
+        self._dealt: Split = self._share.next  # by which parameters stream now
+        self._has_to_deal = True
+        self._ran: Split | None = None  # that of the last update
         self._deal()
 
     @property
@@ -103,11 +108,11 @@ class AwayUpdates:
         if self._up is not None:  # what it sends and overwrites is behind what the model is computing
             self._up.wait_stream(torch.cuda.current_stream(self._device))
         if self.way.tunes:
-            self._share.tune(self._ran_with, is_like_others=not self._is_unlike_others)
+            self._share.tune(self._ran, is_like_others=not self._is_unlike_others)
         self._share.begin()
         self._in_file.begin()
-        self._ran_with, self._dealt_for = self._dealt_for, None if has_changed else self._dealt_for
-        self._is_unlike_others = has_changed
+        self._ran, self._has_to_deal, self._is_unlike_others = self._dealt, has_changed, has_changed
+        host = self._hosts[self._dealt.team]
         through, on_disk = self._through, list[tuple[Chunk, SlabUpdate]]()
         if through is not None:
             changed: set[object] = {each.slab for each in work if self._has_changed(each.slab)}
@@ -128,12 +133,12 @@ class AwayUpdates:
                     update.jobs.append(self._device_worker.submit(_through(through, run, update)))
                 else:
                     self._share.host_elements += run.size
-                    update.jobs += [self._host.submit(chunk, chunk.states, update.sent) for chunk in run.chunks()]
+                    update.jobs += [host.submit(chunk, chunk.states, update.sent) for chunk in run.chunks()]
         self._last += self._in_file.submit(on_disk)
         if through is not None:
             stages = self._early is None or self._early.is_paused
             self._last.append(self._device_worker.submit(partial(through.end, stages=stages)))
-        self._last.append(self._pool.submit([], self._share.end_of_host))
+        self._last.append(self._pools[self._dealt.team].submit([], self._share.end_of_host))
         self._deal()  # for the next step, whose gradients go where they will be needed
 
     def _announce(self, slab: AwaySlab) -> SlabUpdate:
@@ -154,13 +159,14 @@ class AwayUpdates:
     def _deal(self) -> None:
         """Chooses which parameters stream through the device: as many as its share, spread over the model, and all of
         those slabs that stream whole. Their gradients stay on the device, if it has room for them."""
-        if self._through is None or self._dealt_for == self._share.device_share:
+        dealt, self._dealt = self._dealt, self._share.next
+        if self._through is None or (dealt.device_share == self._dealt.device_share and not self._has_to_deal):
             return
         special = self._special
         whole = sum(slab.raw_shard.numel() for slab in special)
         rest = sum(slab.raw_shard.numel() for slab in self._streaming) - whole
-        share = max(0.0, self._share.device_share * (rest + whole) - whole) / max(1, rest)
-        self._dealt_for, owed = self._share.device_share, 0.0
+        share = max(0.0, self._dealt.device_share * (rest + whole) - whole) / max(1, rest)
+        self._has_to_deal, owed = False, 0.0
         for slab in self._streaming:
             pieces = slab.layout.pieces(slab.place)
             chosen = list(range(len(pieces))) if slab in special else []
@@ -248,17 +254,19 @@ class AwayUpdates:
 
     @property
     def figures(self) -> dict[str, float]:
-        """How the last update went that is over."""
-        share = self._share
+        """How the last update went that is over, and how the next one is shared."""
+        share, way = self._share, self.way
+        is_first = share.next.team == 0
         return {
-            "host_threads": float(self.way.threads),
-            "bound_cores": float(len(self.way.cores or ())),
-            "device_share": share.device_share,
+            "host_threads": float(way.threads if is_first else way.fewer or 0),
+            "bound_cores": float(len(way.cores or ()) if is_first else 0),
+            "device_share": share.next.device_share,
             "host_elements": float(share.host_elements),
             "host_seconds": share.host_seconds,
             "device_elements": float(share.device_elements),
             "early_elements": float(share.early_elements),
             "device_seconds": share.device_seconds,
+            **share.figures,
             **self._in_file.figures,
         }
 
@@ -267,7 +275,8 @@ class AwayUpdates:
         with ExitStack() as ends:
             if self._up is not None:  # the last of all: what comes up for a next step reads memory that is about to go
                 ends.callback(torch.cuda.synchronize, self._device)
-            ends.callback(self._pool.close)
+            for pool in self._pools:
+                ends.callback(pool.close)
             if self._through is not None:
                 ends.callback(self._through.close)
                 ends.callback(self._device_worker.close)
