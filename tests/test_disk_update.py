@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import zerofold as zf
 from zerofold.bench import beside_disk
 from zerofold.bench.disk import ORDERS
 from zerofold.memory import Done
+from zerofold.memory.disk_blocks import Block
+from zerofold.memory.disk_queue import BlockQueue
+from zerofold.optim.away import chunks
 from zerofold.optim.away.chunks import CHUNK, PieceWork, Run, Scaling
-from zerofold.optim.away.from_disk import BATCH, DiskUpdate
+from zerofold.optim.away.from_disk import BATCH, DiskUpdate, Order
 from zerofold.optim.onepass import AdamSettings
 from zerofold.placement import Tier
 
@@ -95,3 +102,49 @@ def test_an_update_is_compared_with_the_disk_before_and_after_it(monkeypatch: py
     assert len(turns) == beside_disk.TURNS
     for update, alone in turns:
         assert sum(alone.values()) / len(ORDERS) == update
+
+
+def changes_of_direction(folder: str) -> list[tuple[int, int]]:
+    """Between reading and writing, in one update: in bursts, and mixed; and the blocks that it moves."""
+    found = []
+    for mixes in (False, True):
+        kinds: list[bool] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chunks, "CHUNK", 2**12)
+            for name in ("read", "write"):
+                move = getattr(Block, name)
+                patch.setattr(Block, name, lambda *given, move=move: (time.sleep(0.001), move(*given))[1])
+            patch.setattr(Order, "choose", lambda *_, mixes=mixes: mixes)
+            model = torch.nn.Sequential(torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(16)]))
+            optimizer = torch.optim.AdamW(model.parameters())
+            offload = {"optimizer": "nvme", "path": folder}
+            zf.prepare(
+                model, optimizer, stage=3, units=torch.nn.Sequential, offload=offload, precision="bf16", one_pass=True
+            )
+            for _ in range(2):
+                model(torch.ones(2, 128)).sum().backward()
+                with pytest.MonkeyPatch.context() as watch:
+                    following = BlockQueue._next
+
+                    def note(self: BlockQueue, following: Any = following, kinds: list[bool] = kinds) -> Any:
+                        taken = following(self)
+                        if taken is not None:
+                            kinds.append(taken[0].is_write)
+                        return taken
+
+                    watch.setattr(BlockQueue, "_next", note)
+                    kinds.clear()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    zf.full(next(model.parameters()))
+            zf.close(model)
+        found.append((sum(one != other for one, other in itertools.pairwise(kinds)), len(kinds)))
+    return found
+
+
+def test_bursts_are_of_one_kind(ranks: Any, tmp_path: Path) -> None:
+    """Also where the disk is so slow that the next one is asked for before the last has come to its end."""
+    ((bursts, blocks), (mixed, _)) = ranks(1, changes_of_direction, str(tmp_path))[0]
+    batches = blocks / (2 * 3 * BATCH)
+    assert bursts <= 2 * batches + 2
+    assert mixed > blocks / 2

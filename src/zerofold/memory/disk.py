@@ -111,6 +111,16 @@ class DiskStore:
     def bytes_written(self) -> int:
         return self._queue.writes.nbytes
 
+    @property
+    def in_bursts(self) -> bool:
+        """Reads are served as long as there are any, and then writes, for a disk that loses by a mix. Else in turn, so
+        that neither waits long."""
+        return self._queue.in_bursts
+
+    @in_bursts.setter
+    def in_bursts(self, in_bursts: bool) -> None:
+        self._queue.in_bursts = in_bursts
+
     def rates(self) -> Rates:
         """Measured on the requests so far; 0 where there were none."""
         return Rates(self._queue.reads.rate, self._queue.writes.rate, self._queue.both.rate)

@@ -4,7 +4,8 @@
                         ├─ one of each in turn ──► thread 0 … n: preadv, pwritev (both release the GIL)
     write ──► [w w w w]─┘
 
-Requests that touch the same bytes are served in the order in which they were made; all others in any order.
+Requests that touch the same bytes are served in the order in which they were made; all others in any order. Some disks
+lose by a mix: while `in_bursts`, reads go on as long as there are any, and then writes.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class BlockQueue:
         self.reads, self.writes, self.both = Meter(), Meter(), Meter()
         self.last_progress = time.monotonic()
         self._waiting: dict[bool, deque[tuple[Request, Block]]] = {False: deque(), True: deque()}  # by is_write
-        self._last_was_write = False
+        self._last_was_write = self.in_bursts = False
         self._under_way: list[Request] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -148,13 +149,13 @@ class BlockQueue:
         self._changed.notify(len(request.blocks))
 
     def _next(self) -> tuple[Request, Block] | None:
-        """Reads and writes in turn, so that neither waits behind a long row of the other."""
+        """Reads and writes in turn, so that neither waits behind a long row of the other; in bursts, all of a row."""
         with self._changed:
             while not any(self._waiting.values()):
                 if self._closed:
                     return None
                 self._changed.wait()
-            is_write = not self._last_was_write
+            is_write = self._last_was_write if self.in_bursts else not self._last_was_write
             if not self._waiting[is_write]:
                 is_write = not is_write
             self._last_was_write = is_write

@@ -85,6 +85,7 @@ class DiskUpdate:
 
     def run(self, batch: list[Chunk], following: list[Chunk]) -> list[ChunkEnds]:
         """Updates one batch; the next one is read meanwhile."""
+        self._disk.in_bursts = not self.mixes
         if self._read_ahead != batch:
             self._reads = [self._read(chunk, states) for chunk, states in zip(batch, self._room, strict=False)]
         room, self._turn = self._room, 1 - self._turn
@@ -115,6 +116,7 @@ class DiskUpdate:
         leaving, self._leaving = self._leaving, []
         for each in leaving:
             each.wait()
+        self._disk.in_bursts = False
 
     def give_back(self) -> None:
         """Its memory. Nothing may be under way."""
