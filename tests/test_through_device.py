@@ -24,6 +24,7 @@ import zerofold as zf
 from zerofold.compat.fsdp_calls import _to_read
 from zerofold.engine import Engine
 from zerofold.optim.away import chunks, slots, through_device
+from zerofold.optim.away.on_host import HostUpdate
 from zerofold.optim.away.tuned_share import Split, TunedShare
 from zerofold.optim.away.updates import AwayUpdates, Way
 from zerofold.shard_spec import StepScope
@@ -521,25 +522,34 @@ def test_an_update_of_which_nothing_streams(ranks: Any) -> None:
     assert ranks(1, steps_without_a_chunk) == [[0.0, 0.0]]
 
 
-def trained_by_teams(fewer: int | None) -> tuple[list[torch.Tensor], set[float]]:
-    """Through all trials, and how many threads there were."""
-    with updated_through_the_device(0.5, tunes=fewer is not None, fewer=fewer) as (model, optimizer):
-        threads = set()
+def trained_by_teams(fewer: int | None) -> tuple[list[torch.Tensor], set[int], set[float]]:
+    """Through all trials; how many threads updated something, and how many the ledger has told."""
+    update, there, told = HostUpdate.submit, set[int](), set[float]()
+
+    def note(self: Any, *given: Any) -> Any:
+        there.add(len(self._pool._threads))
+        return update(self, *given)
+
+    with (
+        updated_through_the_device(0.5, tunes=fewer is not None, fewer=fewer) as (model, optimizer),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(HostUpdate, "submit", note)
         for step in range(14):
             train(model, optimizer, 1, first=step)
-            threads.add(zf.ledger(model).snapshot()["offload"]["update"]["host_threads"])
-        return states(model, optimizer), threads
+            told.add(zf.ledger(model).snapshot()["offload"]["update"]["host_threads"])
+        return states(model, optimizer), there, told
 
 
-def teams_that_differ() -> tuple[bool, set[float], list[str]]:
+def teams_that_differ() -> tuple[bool, set[int], set[float], list[str]]:
     before = set(threading.enumerate())
-    (expected, _), (found, threads) = trained_by_teams(None), trained_by_teams(1)
+    (expected, *_), (found, there, told) = trained_by_teams(None), trained_by_teams(1)
     left = [thread.name for thread in set(threading.enumerate()) - before]
-    return all(map(torch.equal, found, expected)), threads, left
+    return all(map(torch.equal, found, expected)), there, told, left
 
 
 def test_a_smaller_team_updates_alike_and_ends(ranks: Any) -> None:
-    assert ranks(1, teams_that_differ) == [(True, {1.0, 2.0}, [])]
+    assert ranks(1, teams_that_differ) == [(True, {1, 2}, {1.0, 2.0}, [])]
 
 
 def share_after(alone: float, *, device_seconds: float = 0.1, is_like_others: bool = True) -> float:
