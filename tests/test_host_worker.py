@@ -131,7 +131,7 @@ def test_the_most_threads_of_those_that_are_fast_and_leave_the_caller_its_speed(
     assert best((2, bound, 3.4e9, 99.0)) == (2, bound)
 
 
-def test_the_next_smaller_team_is_named_to_be_tried() -> None:
+def test_the_next_smaller_number_of_threads_is_named_to_be_tried() -> None:
     def fewer(*trials: tuple[int, frozenset[int] | None, float]) -> int | None:
         return best_of([HostTrial(HostSpeed(threads, cores, rate), 1.0) for threads, cores, rate in trials]).fewer
 
@@ -212,41 +212,41 @@ def test_the_device_does_not_update_alone_where_other_work_waits_for_the_bus() -
     assert [step for step, share in enumerate(shares) if share == 1] == [5, 6]
 
 
-def _teams(steps: int, speed: dict[int, float], disturbs: Callable[[int, int], float]) -> list[Split]:
-    """Of each update, with teams of so much speed beside a device of 1.0. `disturbs`: what a step takes longer."""
-    timing = TunedShare(0.65, teams=len(speed))
+def _pools(steps: int, speed: dict[int, float], disturbs: Callable[[int, int], float]) -> list[Split]:
+    """Of each update, with pools of so much speed beside a device of 1.0. `disturbs`: what a step takes longer."""
+    timing = TunedShare(0.65, pools=len(speed))
     dealt, ran, splits, now = timing.next, None, [], 0.0
     for step in range(steps):
         timing.tune(ran, now)
         ran, dealt = dealt, timing.next  # what is dealt streams in the next step
         share = ran.device_share
-        timing.host_seconds, timing.device_seconds = (1 - share) / speed[ran.team], share
-        now += 1.0 + max(timing.host_seconds, timing.device_seconds) + (disturbs(step, ran.team) if share < 1 else 0.0)
+        timing.host_seconds, timing.device_seconds = (1 - share) / speed[ran.pool], share
+        now += 1.0 + max(timing.host_seconds, timing.device_seconds) + (disturbs(step, ran.pool) if share < 1 else 0.0)
         splits.append(ran)
     return splits
 
 
-def test_a_smaller_team_is_taken_where_steps_are_shorter_with_it() -> None:
-    found = _teams(30, {0: 1.0, 1: 0.8}, lambda step, team: 0.4 if team == 0 else 0.0)
-    assert [split.team for split in found] == [0] * 5 + [1, 1] + [0] * 3 + [1] * 20
+def test_a_smaller_pool_is_taken_where_steps_are_shorter_with_it() -> None:
+    found = _pools(30, {0: 1.0, 1: 0.8}, lambda step, pool: 0.4 if pool == 0 else 0.0)
+    assert [split.pool for split in found] == [0] * 5 + [1, 1] + [0] * 3 + [1] * 20
     assert [step for step, split in enumerate(found) if split.device_share == 1] == [7, 8]  # tried as well
     assert found[-1].device_share == pytest.approx(1 / 1.8, abs=0.02)  # its own
 
 
-def test_the_first_team_stays_unless_another_way_is_clearly_better() -> None:
-    found = _teams(30, {0: 1.0, 1: 0.99}, lambda step, team: 0.01 if team == 0 else 0.0)
-    assert {split.team for split in found[11:]} == {0}
+def test_the_first_pool_stays_unless_another_way_is_clearly_better() -> None:
+    found = _pools(30, {0: 1.0, 1: 0.99}, lambda step, pool: 0.01 if pool == 0 else 0.0)
+    assert {split.pool for split in found[11:]} == {0}
 
 
 def test_what_is_not_taken_is_tried_again() -> None:
-    """The smaller team was better only while something else ran."""
-    found = _teams(100, {0: 1.0, 1: 0.9}, lambda step, team: 0.3 if team == 0 and step < 40 else 0.0)
-    assert {split.team for split in found[12:60]} == {1}
-    assert {split.team for split in found[80:]} == {0}
+    """The smaller pool was better only while something else ran."""
+    found = _pools(100, {0: 1.0, 1: 0.9}, lambda step, pool: 0.3 if pool == 0 and step < 40 else 0.0)
+    assert {split.pool for split in found[12:60]} == {1}
+    assert {split.pool for split in found[80:]} == {0}
 
 
-def test_the_device_is_alone_where_every_team_disturbs_it() -> None:
-    found = _teams(30, {0: 1.0, 1: 0.9}, lambda step, team: 0.9)
+def test_the_device_is_alone_where_every_pool_disturbs_it() -> None:
+    found = _pools(30, {0: 1.0, 1: 0.9}, lambda step, pool: 0.9)
     assert {split.device_share for split in found[12:]} == {1.0}
 
 

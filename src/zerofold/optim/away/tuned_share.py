@@ -19,8 +19,8 @@ class Split(NamedTuple):
 
     device_share: float
     """Of its elements; 1 where the device is alone."""
-    team: int = 0
-    """Which of the teams of the host's cores has the rest."""
+    pool: int = 0
+    """Which of the pools of the host's cores has the rest."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class TunedShare:
 
     The share moves towards the one with which both would have been done together at the rates just seen. It does so for
     ever: host and device share one memory, so each is faster when the other has less to do, and other work comes and
-    goes on the host. For the same reason whole steps may be shorter with a smaller team, or with the device alone,
+    goes on the host. For the same reason whole steps may be shorter with a smaller pool, or with the device alone,
     where the host's memory has nothing to spare. Those are tried now and then, and what a way is judged by is the time
     from update to update. The device's own seconds would not do: what else is on the bus waits for it.
 
@@ -43,7 +43,7 @@ class TunedShare:
     """
 
     first_share: float
-    teams: int = 1
+    pools: int = 1
     next: Split = field(init=False)
     """For the next update."""
     host_elements: int = 0
@@ -55,27 +55,27 @@ class TunedShare:
     steps: int = 0
     _started: float = 0.0
     _before: float | None = None  # when the last update was submitted
-    # Ways: each team beside the device, by its number, and after them the device alone.
+    # Ways: each pool beside the device, by its number, and after them the device alone.
     _taken: int = 0  # between trials
     _together: dict[int, float] = field(init=False)
-    """By team, the share with which both are done at the same time."""
+    """By pool, the share with which both are done at the same time."""
     _took: list[deque[float]] = field(init=False, repr=False)
     """By way, seconds of the last steps, each from update to update."""
 
     def __post_init__(self) -> None:
         self.next = Split(self.first_share)
         self._together = {0: self.first_share}
-        self._took = [deque(maxlen=_TRIED) for _ in range(self.teams + 1)]
+        self._took = [deque(maxlen=_TRIED) for _ in range(self.pools + 1)]
 
     @property
     def together(self) -> float:
-        """With the first team."""
+        """With the first pool."""
         return self._together[0]
 
     @property
     def figures(self) -> dict[str, float]:
         """Seconds of a step, by way, as they were when it was taken or tried last."""
-        names = ["first_team_step", "second_team_step"][: self.teams] + ["device_alone_step"]
+        names = ["first_pool_step", "second_pool_step"][: self.pools] + ["device_alone_step"]
         return {f"{name}_seconds": min(took) for name, took in zip(names, self._took, strict=True) if took}
 
     def begin(self) -> None:
@@ -96,25 +96,25 @@ class TunedShare:
             return  # one of them has nothing to do, and somebody wants it so
         is_alone, place = ran.device_share == 1, self.steps % _PERIOD
         if is_like_others and (self.device_seconds or not is_alone):  # something of what streams had a gradient
-            self._took[self.teams if is_alone else ran.team].append(took)
+            self._took[self.pools if is_alone else ran.pool].append(took)
         if not is_alone and min(self.host_seconds, self.device_seconds) > 0:
             self._move(ran)
-        if place == _FIRST_TRIED + _TRIED * self.teams + 1:  # what was dealt for the last of them has run
+        if place == _FIRST_TRIED + _TRIED * self.pools + 1:  # what was dealt for the last of them has run
             self._taken = self._fastest()
         way = self._way_at(place)
-        self.next = Split(1.0) if way == self.teams else Split(self._together.get(way, self.together), way)
+        self.next = Split(1.0) if way == self.pools else Split(self._together.get(way, self.together), way)
 
     def _move(self, ran: Split) -> None:
         share = ran.device_share
         host_rate, device_rate = (1 - share) / self.host_seconds, share / self.device_seconds
         move = device_rate / (host_rate + device_rate) - share
-        self._together.setdefault(ran.team, share)
+        self._together.setdefault(ran.pool, share)
         if abs(move) >= _SMALLEST_MOVE:
             move /= 1 if self.steps <= _QUICK_STEPS else 2
-            self._together[ran.team] = round(share + min(_LARGEST_MOVE, max(-_LARGEST_MOVE, move)), 3)
+            self._together[ran.pool] = round(share + min(_LARGEST_MOVE, max(-_LARGEST_MOVE, move)), 3)
 
     def _way_at(self, place: int) -> int:
-        others = [way for way in range(self.teams + 1) if way != self._taken]
+        others = [way for way in range(self.pools + 1) if way != self._taken]
         trial = (place - _FIRST_TRIED) // _TRIED
         return others[trial] if 0 <= trial < len(others) else self._taken
 

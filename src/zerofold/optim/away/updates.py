@@ -68,9 +68,6 @@ class AwayUpdates:
         self._memory, self.way, self._device, self._up = memory, way, device, up
         self.count = 0  # updates
         self._pools = [HostPool(way.threads, way.cores)]
-        if way.fewer is not None:
-            self._pools.append(HostPool(way.fewer))
-        self._hosts = [HostUpdate(device, up, pool) for pool in self._pools]
         self._through: DeviceUpdate | None = None
         self._early: EarlyUpdates | None = None
         trained = [slab for slab in slabs if slab.requires_grad and isinstance(slab, AwaySlab)]
@@ -78,8 +75,11 @@ class AwayUpdates:
         if way.device_share > 0 and self._streaming:
             self._through = DeviceUpdate(device, up, ahead=way.ahead)
             self._device_worker = HostWorker(1, None)
+            if way.fewer is not None:
+                self._pools.append(HostPool(way.fewer))
             if way.early:
                 self._early = EarlyUpdates(self._through, self._device_worker, self._streaming, way.ahead)
+        self._hosts = [HostUpdate(device, up, pool) for pool in self._pools]
         self._in_file = FileUpdates(memory, self._hosts[0])
         self._versions: dict[AwaySlab, tuple[int, ...]] = {}  # of states, as the last update left them
         self._under_way: list[SlabUpdate] = []
@@ -112,7 +112,7 @@ class AwayUpdates:
         self._share.begin()
         self._in_file.begin()
         self._ran, self._has_to_deal, self._is_unlike_others = self._dealt, has_changed, has_changed
-        host = self._hosts[self._dealt.team]
+        host = self._hosts[self._dealt.pool]
         through, on_disk = self._through, list[tuple[Chunk, SlabUpdate]]()
         if through is not None:
             changed: set[object] = {each.slab for each in work if self._has_changed(each.slab)}
@@ -138,7 +138,7 @@ class AwayUpdates:
         if through is not None:
             stages = self._early is None or self._early.is_paused
             self._last.append(self._device_worker.submit(partial(through.end, stages=stages)))
-        self._last.append(self._pools[self._dealt.team].submit([], self._share.end_of_host))
+        self._last.append(self._pools[self._dealt.pool].submit([], self._share.end_of_host))
         self._deal()  # for the next step, whose gradients go where they will be needed
 
     def _announce(self, slab: AwaySlab) -> SlabUpdate:
@@ -256,7 +256,7 @@ class AwayUpdates:
     def figures(self) -> dict[str, float]:
         """How the last update went that is over, and how the next one is shared."""
         share, way = self._share, self.way
-        is_first = share.next.team == 0
+        is_first = share.next.pool == 0
         return {
             "host_threads": float(way.threads if is_first else way.fewer or 0),
             "bound_cores": float(len(way.cores or ()) if is_first else 0),
